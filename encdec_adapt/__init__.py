@@ -1,13 +1,12 @@
-"""Decoder-only language models, adapted into encoder-decoder ones.
+"""Adapts decoder-only language models to encoder-decoders.
 
     import encdec_adapt
     model = encdec_adapt.load('runs/adapted')
     print(model.generate(['The quick'])[0])
 
-The functions do what the commands of the same purpose do, without flags;
-`encdec_adapt/README.md` shows them. Importing the package imports nothing
-else, and the commands are its modules, so that no function has the name of
-one. Bad input raises `UserError`.
+The functions are the commands without flags; see `encdec_adapt/README.md`. They
+import their dependencies lazily, and none has the name of a command, as
+commands are modules of the package. Bad input raises `UserError`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -45,13 +44,13 @@ def load(
 def run_training(
   config: 'ml_collections.ConfigDict', workdir: str | os.PathLike[str]
 ) -> dict[str, Any]:
-  """Trains as the command `train` does, and resumes as it does.
+  """Trains or resumes a job, like the command `train`.
 
   Must be called in the main thread, as Ctrl-C saves and ends the job.
 
   Args:
-    config: the configuration, such as `get_config()` of a file in configs/
-      returns; its keys are assigned as attributes.
+    config: the configuration, such as from `get_config()` of a file in
+      configs/; keys are set as attributes.
     workdir: work directory of the job.
 
   Returns:
@@ -59,7 +58,7 @@ def run_training(
 
   Raises:
     UserError: bad input; see `train.train`.
-    SystemExit: the job was stopped by Ctrl-C or SIGTERM, and saved.
+    SystemExit: the job was stopped and saved after Ctrl-C or SIGTERM.
   """
   import ml_collections
 
@@ -86,13 +85,12 @@ def adapt_checkpoint(
   model: Mapping[str, Any] | None = None,
   **options: Any,
 ) -> str:
-  """Makes an encoder-decoder of decoder-only models, as `convert adapt` does.
+  """Adapts decoder-only models to an encoder-decoder, like `convert adapt`.
 
   Args:
     encoder: source of the encoder, and of the decoder without `decoder`.
-    output: work directory to write; must not exist, or be empty.
-    model: keys of config.model in which the pair differs from its sources,
-      such as {'encoder.kv_heads': 8}.
+    output: new or empty work directory.
+    model: overrides of config.model, such as {'encoder.kv_heads': 8}.
     **options: further flags of `convert adapt`, such as `decoder`.
 
   Returns:
@@ -116,7 +114,7 @@ def evaluate_checkpoints(
   output: str | os.PathLike[str],
   **options: Any,
 ) -> list[dict[str, Any]]:
-  """Evaluates and compares models as the command `evaluate` does.
+  """Evaluates and compares models, like the command `evaluate`.
 
   Args:
     checkpoints: work directories of runs or Hugging Face folders.
@@ -125,11 +123,10 @@ def evaluate_checkpoints(
 
   Returns:
     The scores of all models: `checkpoint`, `task`, `metric`, `value`, its
-    standard error `stderr` (None where there is none), and `n`, the number of
-    examples.
+    standard error `stderr` (None if unknown), and `n`, the number of examples.
 
   Raises:
-    UserError: bad input, found before a model is read.
+    UserError: bad input, raised before a model is read.
   """
   from encdec_adapt import evaluate
   from encdec_adapt.cli import command

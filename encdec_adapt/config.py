@@ -1,10 +1,10 @@
-"""The whole configuration: sections' dataclasses, ConfigDict in, settings out.
+"""Assembles the configuration: ConfigDict in, validated settings out.
 
-Every key is stated once, as a field of the frozen dataclass of its section,
-which lives next to its user. This module assembles the sections: `defaults`
-makes the ConfigDict that experiments start from, `load` turns a ConfigDict
-into validated `Settings`, and `page` prints every key with its documentation.
-It opens no model and no records; `stored` and the commands are above it.
+Every key is defined once, as a field of its section's frozen dataclass, next to
+the code using it. `defaults` returns the ConfigDict for experiments to start
+from, `load` validates a ConfigDict and returns `Settings`, and `page` lists
+every key with its documentation. Opens no models or records, and must not
+import `stored` or the commands.
 """
 
 from collections.abc import Mapping
@@ -37,11 +37,11 @@ from encdec_adapt.training.sections import (
 )
 
 RUN_CONFIG = 'config.json'
-_MADE_BY = 'made_by'  # In it beside the sections: the command of the run.
-# In a work directory: copies of the run's vocabularies, a folder for each side,
-# so that the directory can be moved without the files that it was trained with.
+_MADE_BY = 'made_by'  # Top-level key of RUN_CONFIG: the command of the run.
+# Copies of the run's vocabularies in a work directory, a folder for each side,
+# so that the directory can be moved without the original files.
 VOCABULARIES = 'vocabulary'
-# Models that read rows which only some heads read.
+# Descriptions of the models for rows that need a head.
 _READERS = {
   'labels': ' and '.join(heads.Labels.models),
   'texts': ' or '.join(heads.Embedding.models)
@@ -68,12 +68,12 @@ class Settings:
 
   @functools.cached_property
   def adapters(self) -> adapters_lib.Adapters | None:
-    """Adapters of `config.train.lora`; None where the model itself trains."""
+    """Adapters of `config.train.lora`; None for full training."""
     return adapters_lib.make(self.model, self.train.lora)
 
   @property
   def rules(self) -> rules_lib.Rules:
-    """Sharding rules that `config.mesh.rules` names."""
+    """The sharding rules of `config.mesh.rules`."""
     return rules_lib.RULES[self.mesh.rules]
 
   def on(
@@ -83,7 +83,7 @@ class Settings:
 
     Args:
       platform: 'cpu', 'gpu' or 'tpu'.
-      earlier: keys of `config.compute` that a resumed job keeps, if one is.
+      earlier: keys of `config.compute` to keep in a resumed job.
     """
     compute = self.compute.on(platform, earlier)
     return dataclasses.replace(self, compute=compute)
@@ -96,8 +96,8 @@ class _Root:
   seed: int = keys.key(0, 'Seed of initialisation and of the order of rows.')
 
 
-# The dataclasses that hold the keys of a section; those of optimizer and
-# schedule stand together. `losses` has the keys of section `loss`.
+# The dataclasses of each section; optimizer and schedule share one. `losses`
+# has the keys of section `loss`.
 _SECTIONS = {
   'compute': (execution.ComputeConfig,),
   'init': (init_section.InitConfig,),
@@ -112,7 +112,7 @@ _SECTIONS = {
 
 
 def defaults() -> ml_collections.ConfigDict:
-  """Returns every key with its default value; other keys are refused."""
+  """Returns all keys with their defaults, locked against new keys."""
   values = {
     **keys.defaults(_Root),
     'model': model_section.defaults(),
@@ -120,7 +120,7 @@ def defaults() -> ml_collections.ConfigDict:
   }
   for name, parts in _SECTIONS.items():
     values[name] = {k: v for p in parts for k, v in keys.defaults(p).items()}
-  # ml_collections names the nearest key where a mistyped one is assigned.
+  # ml_collections suggests the nearest key for a mistyped one.
   return ml_collections.ConfigDict(values).lock()
 
 
@@ -129,7 +129,7 @@ def page(config: Mapping[str, Any] | None = None, *, full: bool = True) -> str:
 
   Args:
     config: values of all keys; the defaults if None.
-    full: whether to list the keys of sections that are off, too.
+    full: whether to include the keys of sections that are off.
   """
   values = defaults().to_dict() if config is None else config
   model = values['model']
@@ -151,7 +151,7 @@ def page(config: Mapping[str, Any] | None = None, *, full: bool = True) -> str:
       'config.model.encoder.',
       full=full,
     ),
-    # The documentation of these keys is that of the encoder's.
+    # These keys are documented once, at the encoder.
     [
       line
       for line in keys.page(
@@ -164,7 +164,7 @@ def page(config: Mapping[str, Any] | None = None, *, full: bool = True) -> str:
     ],
   ]
   for name, parts in _SECTIONS.items():
-    if name == 'optimizer':  # Beside the teacher, which losses read.
+    if name == 'optimizer':  # After the teacher, which losses use.
       blocks.append(losses.page(values['loss'], full=full))
     blocks.append(
       [
@@ -181,21 +181,20 @@ def load(
 ) -> Settings:
   """Validates a configuration.
 
-  Keys that a saved configuration lacks, since its version did not have them,
-  take their defaults, which are printed.
+  Keys missing from a configuration of an earlier version get their defaults,
+  which are printed.
 
   Args:
     config: `defaults()` with changes.
-    workdir: work directory of the job; records go below it unless the
-      configuration names a folder.
-    sources: whether the paths of sources and teacher must be given. A plan
-      needs shapes only.
+    workdir: work directory of the job, and default location of the records.
+    sources: whether to require the paths of sources and teacher. Plans need
+      only shapes.
 
   Raises:
     UserError: names the key, its value and the allowed values.
   """
   saved, standard = config.to_dict(), defaults().to_dict()
-  # Options of other losses are off, whatever version has saved the section.
+  # Options of other losses are off in all versions.
   section = saved.get('loss', {})
   off = {
     name: options
@@ -203,20 +202,20 @@ def load(
     if isinstance(options, dict) and name != section.get('kind')
   }
   saved['loss'] = off | section
-  # A configuration of this version is complete, as it starts from `defaults`.
+  # Configurations of this version are complete: they start from `defaults`.
   values, added = keys.complete(saved, standard)
   if added and distributed.is_lead():
     saved_keys.print_once(
       f'the configuration in {workdir} was saved by an earlier version; keys'
       f' that it lacks take their defaults: {", ".join(added)}'
     )
-  # Objective and loss decide on the head of labels or of a reward, which the
-  # configuration of a saved model states.
+  # Objective and loss define the label or reward head; a saved configuration
+  # already has it.
   head = keys.make(model_section.HeadSection, values['model']['head'])
   model = model_section.model_from_section(
     {**values['model'], 'head': keys.values_of(head.before_training())}
   )
-  # The sections that need nothing but their keys; the others follow.
+  # The sections that need only their own keys; the others follow.
   sections = {
     name: keys.make(parts[0], values[name])
     for name, parts in _SECTIONS.items()
@@ -231,7 +230,7 @@ def load(
     table_sizes={name: s.vocab_size for name, s in model.stacks.items()},
     samples=recipe_class.reads_prompts(options),
   )
-  # The recipe adds the head that reads labels.
+  # For labels, the recipe adds the head.
   if data.objectives[0].rows.content != 'labels':
     check_rows(model, data.objectives[0])
   recipe = recipe_class.of(
@@ -256,7 +255,7 @@ def load(
     recipe=recipe,
     **sections,
   )
-  # As the user wrote it: the settings have a path below the work directory.
+  # The user's path: the settings have one below the work directory.
   _check_model(settings, values['data']['vocabulary'])
   _check_sources(settings, sources)
   if settings.data.repeat and not settings.train.steps:
@@ -272,23 +271,23 @@ def load(
 def set_model(
   section: ml_collections.ConfigDict, model: model_config.ModelConfig
 ) -> None:
-  """Sets the keys of `config.model` to those of a model."""
+  """Sets the keys of `config.model` from a model."""
   section.update(model_section.section_from_model(model))
-  # Of the loss of a job.
+  # The temperature belongs to a job's loss.
   section.head.temperature = 0.0
 
 
 def with_compute(
   config: ml_collections.ConfigDict, compute: execution.ComputeConfig
 ) -> ml_collections.ConfigDict:
-  """Returns a configuration with the values of `compute` for devices."""
+  """Returns a configuration with resolved dtype and remat."""
   config = config.copy_and_resolve_references()
   config.compute.update(dtype=compute.dtype, remat=compute.remat)
   return config
 
 
 def with_head(config: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
-  """Returns a configuration that states the head of its model."""
+  """Returns a configuration with the explicit head of its model."""
   head = load(config, sources=False).model.decoder.head
   config = config.copy_and_resolve_references()
   config.model.head.update(keys.values_of(model_section.HeadSection.of(head)))
@@ -300,11 +299,10 @@ def parse_arg(arg: str | None, **defaults: Any) -> dict[str, Any]:
 
   Args:
     arg: text after the colon, or None.
-    **defaults: the allowed keys with default values; a value keeps the type
-      of its default.
+    **defaults: the allowed keys with default values, which set the types.
 
   Raises:
-    UserError: an unknown key or a value of the wrong type; lists the keys.
+    UserError: a key is unknown or a value has the wrong type; lists the keys.
   """
   return option_strings.key_values(
     "the configuration's argument", arg or '', defaults
@@ -333,16 +331,16 @@ def save(
 def pinned(
   config: ml_collections.ConfigDict, workdir: str, section: str = ''
 ) -> ml_collections.ConfigDict:
-  """Returns a configuration whose addresses on the Hub name commits.
+  """Returns a configuration with Hub addresses pinned to commits.
 
-  A job that is resumed reads the commits of its start again, and records that
-  exist are of the commits in their manifest, unless the configuration names
-  others. All processes call it together.
+  A resumed job keeps its commits, and existing records keep those of their
+  manifest, unless the configuration names others. Must be called by all
+  processes.
 
   Args:
     config: the configuration.
     workdir: work directory of the job.
-    section: section of the keys that are pinned; '' for all.
+    section: section of the keys to pin; '' for all.
 
   Raises:
     UserError: an address cannot be resolved, see `hub.pinned`.
@@ -367,7 +365,7 @@ def pinned(
       if hub.SCHEME in str(value) and key.startswith(section)
     }
 
-  # Process 0 for all: a branch may move between two requests.
+  # Resolved by process 0: a branch may move between two requests.
   commits = distributed.from_lead(addresses, 'commits')
   config = config.copy_and_resolve_references()
   config.update_from_flattened_dict(commits)
@@ -379,18 +377,18 @@ def pinned(
 
 def load_run(workdir: str) -> Settings:
   """Loads the settings of the run in a work directory; see `saved`."""
-  # A merged model need not name a text.
+  # Without sources: a merged model may have no text.
   return load(saved(workdir), workdir, sources=False)
 
 
 def saved(workdir: str) -> ml_collections.ConfigDict:
   """Returns the configuration of the run in a work directory.
 
-  Its vocabularies are the copies in the folder, which move with it.
+  Its vocabularies are the copies in the folder.
 
   Raises:
-    UserError: the folder holds no run, or its configuration is damaged; names
-      a Hugging Face folder as such.
+    UserError: the folder has no run (a Hugging Face folder is named as such),
+      or its configuration is damaged.
   """
   path = paths.at(workdir) / RUN_CONFIG
   if not path.exists():
@@ -399,7 +397,7 @@ def saved(workdir: str) -> ml_collections.ConfigDict:
       f' {RUN_CONFIG}. Give the folder that --workdir named in training.'
     )
   content = atomic.read_json(path)
-  # A Hugging Face folder has a file of the same name, with this field.
+  # A Hugging Face folder has a file with the same name and this field.
   if 'model_type' in content:
     raise errors.UserError(
       f'{workdir} is a Hugging Face folder, and a work directory of a training'
@@ -417,10 +415,10 @@ def saved(workdir: str) -> ml_collections.ConfigDict:
 def check_rows(
   model: model_config.ModelConfig, objective: example_maker.Objective
 ) -> None:
-  """Checks that a model reads the rows of an objective, whatever its head.
+  """Checks that a model reads the rows of an objective, ignoring its head.
 
   Raises:
-    UserError: names the kinds of models that do.
+    UserError: it does not; names the kinds of models for these rows.
   """
   content, architecture = objective.rows.content, model.architecture
   if content not in architecture.rows:
@@ -437,10 +435,10 @@ def check_rows(
 def check_kind(
   model: model_config.ModelConfig, objective: example_maker.Objective
 ) -> None:
-  """Checks that a model reads the rows of an objective, and has its labels.
+  """Checks that a model reads the rows of an objective and has its labels.
 
   Raises:
-    UserError: names the kinds of models that do.
+    UserError: it does not; names the kinds of models for these rows.
   """
   check_rows(model, objective)
   labels, outputs = objective.options.get('labels', ()), model.decoder.outputs
@@ -458,7 +456,7 @@ def check_kind(
 
 def _check_model(settings: Settings, vocabulary: str) -> None:
   data, model, init = settings.data, settings.model, settings.init
-  # The first stands for all: objectives of a mixture have the same row fields.
+  # The first is enough: objectives of a mixture have the same row fields.
   check_kind(model, data.objectives[0])
   architecture, content = model.architecture, data.objectives[0].rows.content
   answers = content == 'pair' and architecture.generates
@@ -470,7 +468,7 @@ def _check_model(settings: Settings, vocabulary: str) -> None:
       ' or train a language model on pairs of inputs and targets.'
     )
   path = data.encoder_vocabulary
-  # Equal paths are a single vocabulary, which any model can have.
+  # Equal paths are a single vocabulary, allowed for any model.
   if path not in ('', data.vocabulary, vocabulary):
     if not architecture.encodes_prompt:
       raise errors.UserError(
@@ -528,7 +526,7 @@ def _check_carried(settings: Settings) -> None:
 def _check_sources(settings: Settings, sources: bool) -> None:
   init, teacher = settings.init, settings.teacher.checkpoint
   recipe, loss = settings.recipe, settings.recipe.loss
-  # Here and not when the section is made: a dry run plans a job before its
+  # Not checked when the section is made: a dry run plans a job before its
   # sources exist.
   if sources:
     settings.data.require_source()
@@ -564,7 +562,7 @@ def _check_sources(settings: Settings, sources: bool) -> None:
     )
   train = settings.train
   dropout = train.dropout or train.lora.dropout
-  # Runs of earlier versions, which may have it, are opened without sources.
+  # Only for new jobs: runs of earlier versions may have dropout.
   if sources and dropout and not recipe.allows_dropout:
     raise errors.UserError(
       f'config.train.dropout is {train.dropout} and config.train.lora.dropout'
@@ -572,7 +570,7 @@ def _check_sources(settings: Settings, sources: bool) -> None:
       f' log-probabilities or scores that the loss {loss.name} compares; set it'
       ' to 0 in both.'
     )
-  # Most likely config.loss.kind='distill' is missing.
+  # The likely cause: config.loss.kind='distill' is missing.
   stored = recipe.rows.stored_teacher
   if teacher and not (stored if settings.teacher.stored else recipe.frozen):
     raise errors.UserError(

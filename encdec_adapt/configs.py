@@ -1,11 +1,11 @@
 """The shipped configurations, as the package `encdec_adapt.configs`.
 
-Their files (configurations, studies, plans, decoders) are in the folder
-configs/ of a checkout, and next to this module in an installed package. The
-import of `encdec_adapt.configs.gemma2` finds the file in either, and never a
-top-level package `configs`, which may be a user's.
+The files (configurations, studies, plans, decoders) are in the folder configs/
+of a checkout, or next to this module in an installed package. Importing
+`encdec_adapt.configs.gemma2` works in both, and never imports a user's
+top-level package `configs`.
 
-This module must not import the files, nor anything of the package but `base`.
+This module must not import the files, and of the package only `base`.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ _PACKAGE = pathlib.Path(__file__).resolve().parent
 FOLDER = _PACKAGE / 'configs'
 if not FOLDER.is_dir():
   FOLDER = _PACKAGE.parent / 'configs'
-# A module with this attribute is a package; its modules are looked for here.
+# Makes this module a package with modules in FOLDER.
 __path__ = [str(FOLDER)]
 
 
@@ -28,17 +28,17 @@ def path(name: str) -> str:
     name: path relative to configs/, such as decoders/base.
 
   Returns:
-    configs/NAME in the root of a checkout, where users type it so (records
-    keep the path in their source); an absolute path elsewhere.
+    configs/NAME in the root of a checkout, as users type it (the manifests of
+    records contain such paths); an absolute path elsewhere.
   """
   in_root = FOLDER.parent == pathlib.Path.cwd()
   return str(pathlib.Path('configs', name) if in_root else FOLDER / name)
 
 
 def portable(text: str) -> str:
-  """Returns a text that names shipped files as `path` does in a checkout.
+  """Replaces paths of shipped files in a text with configs/NAME.
 
-  What is derived from it is the same in every folder, on every machine.
+  Digests of the result are the same in every folder and on every machine.
 
   Args:
     text: text with paths, such as the name of a source.
@@ -47,12 +47,12 @@ def portable(text: str) -> str:
 
 
 def locate(text: str, folders: Sequence[str] = ('', 'studies/')) -> str:
-  """Returns the path of a configuration or study that a flag names.
+  """Returns the path of the configuration or study named by a flag.
 
   Args:
     text: FILE.py[:ARG], or the name of a shipped file, such as
       gemma2:size=2b_2b, or wang:size=cpu for a file in configs/studies.
-    folders: where a name is looked for, the first match counts.
+    folders: folders to search; the first match is returned.
 
   Returns:
     FILE.py[:ARG].

@@ -14,11 +14,11 @@ r"""Converts models between Hugging Face folders and our checkpoints.
     python -m encdec_adapt.convert push HF_DIR --repo=ORG/NAME [--public]
 
 SRC, A, B and PATH are Hugging Face folders, hf://ORG/NAME[@REVISION] on the
-Hub, or work directories of runs, of which RUN@STEP names a step. CKPT is a
-work directory as training leaves it, with a checkpoint of step 0.
+Hub, work directories of runs, or RUN@STEP for a step of a run. CKPT is a work
+directory with a checkpoint at step 0.
 """
 
-# Flags and printed results only: the work is done in `exchange`.
+# Only flags and printed results; `exchange` does the work.
 
 from absl import flags
 
@@ -35,7 +35,7 @@ from encdec_adapt.exchange import (
 from encdec_adapt.models import model_config
 from encdec_adapt.stored import model_on_disk
 
-# Flags that several subcommands define.
+# Flags shared by several subcommands.
 _OUTPUT = command.string(
   'output', 'Folder to write; must not exist, or be empty.'
 )
@@ -49,7 +49,7 @@ _WINDOW = command.choice(
 _MULTIPLE = command.integer(
   'vocab_multiple',
   'Pad tables to a multiple of this many rows, to divide over a mesh.',
-  # A multiple of the devices that may share a table, `rules.VOCABULARY_GROUP`.
+  # A multiple of the devices that share a table (`rules.VOCABULARY_GROUP`).
   default=128,
 )
 
@@ -63,14 +63,14 @@ def inspect(_: flags.FlagValues, operands: list[str]) -> int:
 def diff(values: flags.FlagValues, operands: list[str]) -> int:
   """Prints the differences of two models; returns 1 if there are any."""
   a, b = (importing.open_model(path, values) for path in operands)
-  # Settings such as windows differ without a difference in any parameter.
+  # Settings such as windows may differ with equal parameters.
   fields = model_config.differences(a.model, b.model)
   for line in fields:
     print(f'config: {line}')
   count = different = 0
   for leaf in compare.diff(a, b):
     count += 1
-    different += leaf.largest != 0  # Also None, for shapes that differ.
+    different += leaf.largest != 0  # None (different shapes) counts too.
     if values.all or leaf.largest != 0:
       print(leaf)
   print(f'{count} parameters, {different} different')
@@ -93,7 +93,7 @@ def verify(values: flags.FlagValues, operands: list[str]) -> int:
     f' {agreement.largest:.3e}, KL {agreement.kl:.3e} nats, top-1 agreement'
     f' {agreement.top1:.2%}'
   )
-  # `<=` is False for nan, which thus fails.
+  # nan fails, as `<=` is False for it.
   if values.tolerance is None or agreement.largest <= values.tolerance:
     return 0
   print(f'the difference is above --tolerance={values.tolerance:g}')

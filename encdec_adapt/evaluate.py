@@ -4,12 +4,12 @@ r"""Evaluates models, compares them, and measures their cost.
       --checkpoint=runs/scratch --records=runs/records/prefix_lm/eval \
       --task_folder=FOLDER --output=runs/evaluation
 
-A checkpoint is the work directory of a run, a step of it as RUN@STEP, or a
-Hugging Face folder. Scores go to OUTPUT/results.jsonl; a score of the same
-model and options is not computed again. Then it prints every score with its
-interval, paired tests between the models, and their cost, and writes
-OUTPUT/report.html. --checkpoint=RUN,RUN,RUN names runs of an arm, of a seed
-each, which is compared over runs and examples. See `evaluation/README.md`.
+A checkpoint is the work directory of a run, RUN@STEP for a step of it, or a
+Hugging Face folder. Scores are cached in OUTPUT/results.jsonl by model and
+options. The command prints every score with its interval, paired tests between
+the models, and their cost, and writes OUTPUT/report.html.
+--checkpoint=RUN,RUN,RUN is an arm of several runs, one per seed, which is
+compared over runs and examples. See `evaluation/README.md`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -136,7 +136,7 @@ define_flags = command.define(
 
 
 class Evaluation(Protocol):
-  """A unit of work; its scores are stored together.
+  """An evaluation; its scores are stored together.
 
   Attributes:
     name: name in progress lines.
@@ -145,23 +145,23 @@ class Evaluation(Protocol):
   name: str
 
   def options(self) -> results_store.Options:
-    """Returns the settings that decide the scores of a model."""
+    """Returns the settings that affect scores."""
 
   def check(self, stored: model_on_disk.StoredModel) -> None:
-    """Raises a `UserError` for a model that this does not suit."""
+    """Raises a `UserError` for an unsuitable model."""
 
   def scores(
     self, model: model_in_memory.LoadedModel, rows: int, report: progress.Report
   ) -> Iterable[predictions.Result]:
-    """Measures a model; every process of a job takes part.
+    """Evaluates a model; must be called by all processes.
 
     Args:
       model: the model.
-      rows: rows at a time; divides over the model's devices.
-      report: called with the number of examples done and of all.
+      rows: batch size; divides over the model's devices.
+      report: called with the numbers of finished and of all examples.
 
     Returns:
-      Scores, and the answers that the model generated for them.
+      Scores, and the generated answers.
     """
 
 
@@ -175,7 +175,7 @@ def run(values: flags.FlagValues) -> dict[str, list[results_store.Score]]:
   """Evaluates the models, prints the tables and writes the report.
 
   Returns:
-    The scores of each model by its path; none on processes other than 0.
+    Path of a model -> its scores; empty on processes other than 0.
   """
   arms = _check_flags(values)
   folders = [path for arm in arms for path in arm]
@@ -191,7 +191,7 @@ def run(values: flags.FlagValues) -> dict[str, list[results_store.Score]]:
     )
   with command.processes(values):
     evaluations = _evaluations(values, plan)
-    # Opens every model, so that bad input is refused before the first hours.
+    # Open all models first, to refuse bad input before hours of work.
     models = {path: model_on_disk.open_model(path) for path in folders}
     for stored in models.values():
       model_on_disk.require_head(stored)
@@ -199,7 +199,7 @@ def run(values: flags.FlagValues) -> dict[str, list[results_store.Score]]:
         evaluation.check(stored)
       if values.pairs or values.run_prefix:
         prompt_encoding.print_prefix(stored, values.prefix)
-    # Rounded kernels make another model, whose scores are not reused.
+    # Int8 weights are a different model in the store.
     suffix = '-int8' if values.int8 else ''
     identities = {
       path: results_store.Model(path, x.step, x.fingerprint + suffix)
@@ -207,11 +207,11 @@ def run(values: flags.FlagValues) -> dict[str, list[results_store.Score]]:
     }
     with contextlib.ExitStack() as stack:
       store, options = None, [x.options() for x in evaluations]
-      # A single writer: other processes learn from it which scores are missing.
+      # Only the lead reads and writes the store, and broadcasts missing scores.
       if distributed.is_lead():
         stack.enter_context(lock.hold(values.output))
         store = stack.enter_context(results_store.Store(values.output))
-        # Before hours of work, after which a wrong file would be found.
+        # Reports damaged files before hours of work.
         for model, x in itertools.product(identities.values(), options):
           predictions.read(values.output, model, x)
       scores = {
@@ -224,23 +224,22 @@ def run(values: flags.FlagValues) -> dict[str, list[results_store.Score]]:
           for path, model in identities.items()
         }
         _report(values, plan, evaluations, models, arms, scores, answers)
-    # The others wait for the report, so that all processes end together.
+    # Wait for the report, so that all processes end together.
     distributed.barrier('report')
   return scores
 
 
 def _check_flags(values: flags.FlagValues) -> list[list[str]]:
-  """Checks flags that need no model.
+  """Checks the flags, as far as possible without models.
 
   Returns:
-    The paths of the models of every arm, often a single path.
+    The model paths of every arm.
 
   Raises:
-    UserError: a flag is missing, or flags contradict each other.
+    UserError: a flag is missing, or flags are incompatible.
   """
   command.require(values, 'checkpoint', 'output')
-  # A trailing slash, as of a completed path, would make another run in the
-  # store.
+  # A trailing slash from path completion would be another run in the store.
   arms = [
     [path.rstrip('/') for path in arm.split(',')] for arm in values.checkpoint
   ]
@@ -256,7 +255,7 @@ def _check_flags(values: flags.FlagValues) -> list[list[str]]:
       f'--checkpoint names arms of {" and ".join(map(str, sorted(sizes)))}'
       ' runs; they are compared run by run, so give as many runs of each.'
     )
-  # With two models a rank correlation is 1 or -1, whatever the scores.
+  # A rank correlation of two models is always 1 or -1.
   if values.correlate and (len(arms) < 3 or values.correlate.count(',') != 1):
     raise errors.UserError(
       f'--correlate={values.correlate} must be TASK,TASK, and needs at least 3'
@@ -342,14 +341,14 @@ def evaluate(
   store: results_store.Store | None,
   values: flags.FlagValues,
 ) -> list[results_store.Score]:
-  """Computes the scores of a model that the store lacks.
+  """Computes the scores of a model missing from the store.
 
   Args:
-    model: identity of the model; its `run` is the path as it was given.
+    model: identity of the model; `run` is the path as given.
     stored: the model; its parameters are read only if a score is missing.
-    evaluations: the evaluations, all suited to the model.
+    evaluations: the evaluations, all suitable for the model.
     options: options of each evaluation.
-    store: gets the scores; None on processes other than 0.
+    store: the store to add scores to; None on processes other than 0.
     values: the flags of the command.
 
   Returns:
@@ -357,7 +356,7 @@ def evaluate(
   """
   log = print if store else lambda *_, **__: None
   path = model.run
-  # The lead decides for all, as every process takes part in each evaluation.
+  # The lead decides: all processes take part in each evaluation.
   missing = distributed.from_lead(
     lambda: [i for i, o in enumerate(options) if not store.find(model, o)]
   )
@@ -375,9 +374,9 @@ def evaluate(
     report = progress.CountProgress(name) if store else lambda *_: None
     results = list(evaluations[i].scores(loaded, rows, report))
     scores = [x for x in results if isinstance(x, results_store.Score)]
-    # After each: an interrupted command loses a single evaluation.
+    # Store after each: an interrupted command loses at most one evaluation.
     if store:
-      # First: stored scores mark a complete evaluation.
+      # Before the scores, which mark a complete evaluation.
       predictions.write(values.output, model, options[i], results)
       store.add(model, options[i], scores)
     duration = progress.format_seconds(time.monotonic() - start)
@@ -412,7 +411,7 @@ def _report(
     runs = [names[path] for path in arm]
     label = runs[0] if len(runs) == 1 else f'{runs[0]} ({len(runs)} runs)'
     named_arms[label] = runs
-  # Means of groups are not stored, as they follow from the scores of tasks.
+  # Group means are not stored, as they derive from the scores of tasks.
   scores = {
     names[path]: [*task_scores, *plan.group_scores(task_scores)]
     for path, task_scores in results.items()
@@ -420,7 +419,7 @@ def _report(
   notes = _notes(values, models, named_arms, scores)
   cells = retrieval_scores.rows(scores)
   needles = retrieval_scores.grids(scores)
-  # A score for each length and depth would bury the others in the tables.
+  # Scores by length and depth would crowd out the others.
   scores = retrieval_scores.without_cells(scores)
   prompts = _prompts(values, evaluations, {names[k]: models[k] for k in names})
   tables = {
@@ -432,12 +431,12 @@ def _report(
   for title, rows in tables.items():
     if rows:
       print(f'\n{title}\n{score_tables.text(rows)}')
-  # Texts are too wide for a terminal.
+  # Texts are too wide for the terminal.
   tables['Predictions'] = predictions.table(
     {names[path]: lines for path, lines in answers.items()}
   )
   print('\n'.join(['', *notes]))
-  # Evaluations of answers only: no losses, costs or attention.
+  # Only evaluations of answers: no losses, costs or attention.
   kinds = task_groups.Task | text_pairs.Pairs
   kinds |= preference_tasks.PreferenceEvaluation
   tasks = {x.name for x in evaluations if isinstance(x, kinds)}
@@ -505,7 +504,7 @@ def _notes(
     ' single run say nothing of other seeds.'
   ]
   if values.correlate:
-    # Within a size class too: over all sizes, size by itself correlates tasks.
+    # Also within size classes: over all sizes, size alone correlates tasks.
     sizes = [
       '+'.join(f'{s.layers}x{s.width}' for s in stored.model.stacks.values())
       for stored in models.values()

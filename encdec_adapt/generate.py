@@ -9,21 +9,20 @@ The model is a Hugging Face folder, or the newest checkpoint of a run (the best
 one with `config.checkpoint.keep_best`). An encoder-decoder reads the prompt
 with its encoder, as in PrefixLM training; a decoder-only model continues it,
 after the `separator` of the run's objective if it has one. The task prefix of
-the run's objective stands before every prompt; --prefix names another, and
+the run's objective precedes every prompt; --prefix sets another, and
 --prefix='' none. --mode and --sentinels prompt a UL2 model, see
-inference/README.md. With --chat a prompt is a user's turn, and the model
-answers in the chat format of its vocabulary. With --embed the encoder's states
-are written instead. --best_of=8 --reward=model:CHECKPOINT draws eight
-continuations of each prompt (--temperature) and keeps that of the highest
-reward.
+inference/README.md. With --chat a prompt is a user turn, and the model answers
+in the chat format of its vocabulary. --embed writes pooled encoder states
+instead. --best_of=8 --reward=model:CHECKPOINT samples eight continuations of
+each prompt (--temperature) and keeps the one with the highest reward.
 
---output gets a line of JSON per prompt as it ends, in the order of the prompts
-once all have: `index` (from 0), `run`, `prompt`, and `continuation` (without
-special tokens), `tokens` (their number, EOS included), `log_prob` (the sum of
-their natural log-probabilities under the model) and `ended` ('eos', 'length',
-which is --max_tokens, or 'stop'); with --best_of also `reward`, and `rewards`
-of all that were drawn; or `embedding`, a list of floats. The same command again
-resumes a file that is not complete.
+--output gets a JSON line per finished prompt, finally sorted by prompt: `index`
+(from 0), `run`, `prompt`, and `continuation` (without special tokens), `tokens`
+(their number including EOS), `log_prob` (the sum of their natural
+log-probabilities under the model) and `ended` ('eos', 'length' for
+--max_tokens, or 'stop'); with --best_of also `reward` and the `rewards` of all
+samples; with --embed `embedding`, a list of floats. Repeating the command
+resumes an incomplete file.
 """
 
 import collections
@@ -58,7 +57,7 @@ from encdec_adapt.tokenizers import chat_format
 from encdec_adapt.training.jobs import completion_rewards
 from encdec_adapt.training.sections import rewards_section
 
-# Fields of a prompt's line of JSON.
+# Fields of a prompt's JSON line.
 Result = dict[str, Any]
 
 define_flags = command.define(
@@ -68,7 +67,7 @@ define_flags = command.define(
     'prompt',
     'Text to continue; may be repeated.',
     default=[],
-    agrees=False,  # The prompts themselves must, whatever file they are from.
+    agrees=False,  # The prompts must agree, not their file names.
   ),
   command.string(
     'prompts',
@@ -114,23 +113,22 @@ def main(values: flags.FlagValues) -> int:
   _check_best_of(values, generation)
   if values.output:
     disk.require_output(values.output)
-  # The options that decide the results: a file is resumed with equal ones only.
+  # Options that affect the results; they must be equal to resume a file.
   options = command.agreed(values)
-  # Memory may force another number; each prompt draws with a seed of its index.
+  # The batch size is free, as each prompt samples with a seed of its index.
   del options['batch_size']
   texts = json.dumps(list(prompts.values())).encode()
   with command.processes(values, prompts=hashlib.sha256(texts).hexdigest()):
     stored = model_on_disk.open_model(values.checkpoint)
     model_on_disk.require_head(stored)
     rewards = _open_rewards(values)
-    # Embeddings come from the encoder, without a decoder that needs room.
+    # Embeddings need no room for generated tokens.
     generated = 0 if values.embed else values.max_tokens
-    # All prompts, before parameters are read: a bad prompt is named at once.
+    # Encode all prompts before reading parameters, to fail early.
     encoder, encoded = text_generation.encode(
       prompts, stored, generation, generated
     )
-    # The prefix in place of the flag, and the step: a run may have been trained
-    # further since.
+    # The resolved prefix, and the step: a run may have trained further.
     options |= {'prefix': encoder.prefix, 'step': stored.step}
     results = _Results(values.output, prompts, options)
     prompt_encoding.print_prefix(stored, encoder.prefix)
@@ -166,11 +164,11 @@ def read_prompts(
   Args:
     texts: values of --prompt.
     file: path of a file of prompts, '-' for standard input, or None.
-    chat: whether a line of JSON may be a conversation.
+    chat: whether a JSON line may be a conversation.
 
   Raises:
-    UserError: both or neither are given, the file cannot be read, or a
-      prompt is empty.
+    UserError: both or neither are given, the file cannot be read, or a prompt
+      is empty.
   """
   if bool(texts) == (file is not None):
     raise errors.UserError(
@@ -233,7 +231,7 @@ def _parse_rewards(text: str) -> rewards_section.RewardsConfig:
         'must be model:CHECKPOINT or python:FILE#FUNCTION: a prompt has no'
         ' answer or tests to compare with'
       )
-    # Quotes may be around the file of a function alone.
+    # Only the file of a function may be quoted.
     text = '#'.join(x.text for x in value.divide('#'))
     fields[f'{names[kind.text]}s'] += (text,)
     fields[f'{names[kind.text]}_weights'] += (weight or 1.0,)
@@ -248,17 +246,17 @@ def _best(
   count: int,
   rows: int,
 ) -> Iterator[tuple[int, Result]]:
-  """Draws continuations of prompts, and yields the fields of the best.
+  """Samples continuations of prompts, and yields the fields of the best.
 
-  `complete` continues token ids by their index, which decides the seed;
-  `pending` has the token ids of prompts by index. Draws `count` continuations
-  of a prompt, for `rows` prompts at a time.
+  `complete` continues token ids by index, which sets the seed; `pending` maps
+  index -> token ids of a prompt. Samples `count` continuations per prompt, for
+  `rows` prompts at a time.
   """
   indices = list(pending)
   for chunk in (indices[i : i + rows] for i in range(0, len(indices), rows)):
     ids = {i * count + k: pending[i] for i in chunk for k in range(count)}
     drawn = dict(complete(ids))
-    # One group for each: a group's fields are for all its completions.
+    # One group per completion, as `ended` is a field of the group.
     groups = [
       completion_rewards.Completions(
         str(prompts[number // count]),
@@ -291,28 +289,28 @@ def _fields(output: engine.Completion | np.ndarray | Result) -> Result:
 
 
 class _Results:
-  """Prints results, or writes them to a file that can be resumed.
+  """Prints results, or writes them to a resumable file.
 
   Attributes:
-    lines: line of JSON of every finished prompt, by its index; process 0 only.
+    lines: index -> JSON line of a finished prompt; only on process 0.
   """
 
   def __init__(
     self, output: str | None, prompts: text_generation.Prompts, options: Any
   ):
-    """Reads the results of an earlier command.
+    """Reads the results of an interrupted command.
 
     Args:
       output: path of the file, or None.
       prompts: all prompts.
-      options: values that decide the results.
+      options: values that affect the results.
 
     Raises:
-      UserError: the file is of other prompts or options.
+      UserError: the file has other prompts or options.
     """
     self._texts = list(prompts.values())
     description = json.dumps([options, self._texts], sort_keys=True)
-    # In every line and not in a header: any line says which command wrote it.
+    # In every line instead of a header, so that each line identifies itself.
     self._digest = hashlib.sha256(description.encode()).hexdigest()[:12]
     self.lines: dict[int, Result] = {}
     self._log, self._printed = None, 0
@@ -329,7 +327,7 @@ class _Results:
         )
       self.lines[line['index']] = line
     self._resumed = len(self.lines)
-    # Without a line that a kill left half written, which has no line end.
+    # Drops a line torn by a kill.
     self._log.keep(self.lines.values())
     if self.lines:
       print(f'{output}: {len(self.lines)} of {len(self._texts)} are done')
@@ -340,7 +338,7 @@ class _Results:
       return
     if self._log is None:
       self.lines[index] = result
-      # Results come as they end: each waits for those of earlier prompts.
+      # Results arrive out of order: print them in the order of prompts.
       while self._printed in self.lines:
         self._print(self._printed)
         self._printed += 1
@@ -349,7 +347,7 @@ class _Results:
     line = {'index': index, **result, 'prompt': prompt, 'of': self._digest}
     self.lines[index] = line
     self._log.write(line)
-    # Without the results of earlier commands, which would raise the rate.
+    # Earlier results would inflate the rate.
     skipped = self._resumed
     self._progress(len(self.lines) - skipped, len(self._texts) - skipped)
 
@@ -361,7 +359,7 @@ class _Results:
     """Sorts the lines of the file by prompt."""
     if self._log is None:
       return
-    # Twice, as `keep` replaces the file and opens it again.
+    # Close twice, as `keep` replaces the file and reopens it.
     self._log.close()
     self._log.keep(self.lines[i] for i in range(len(self._texts)))
     self._log.close()

@@ -1,15 +1,15 @@
-r"""Makes the vocabulary and the records of a configuration ahead of training.
+r"""Builds the vocabulary and records of a configuration ahead of training.
 
     python -m encdec_adapt.materialize --config=configs/quickstart.py \
       --workdir=runs/quickstart [--config.data.workers=4] [--show --n=8]
 
-Finished shards are kept when the command is interrupted and given again. With
---runner=beam they are made by an Apache Beam pipeline; its options follow
-a --: `--runner=beam -- --runner=DataflowRunner ..` (`launch/beam.md`). With
---show it then prints rows of the records as text, with their documents,
-sentinels, masks and weights; with --contamination=SOURCES, which evaluation
-examples occur in the training text. With --teacher=MODEL it stores a teacher's
-probabilities of the targets, for `--config.teacher.checkpoint=stored:FOLDER`.
+An interrupted command resumes and keeps finished shards. --runner=beam runs an
+Apache Beam pipeline; its options follow a --: `--runner=beam --
+--runner=DataflowRunner ..` (`launch/beam.md`). --show prints rows of the
+records as text, with documents, sentinels, masks and weights;
+--contamination=SOURCES prints the evaluation examples found in the training
+text. --teacher=MODEL stores a teacher's probabilities of the targets, for
+`--config.teacher.checkpoint=stored:FOLDER`.
 `encdec_adapt/data/making/materialization.py` does the work.
 """
 
@@ -85,8 +85,8 @@ def main(values: flags.FlagValues, options: Sequence[str] = ()) -> int:
   command.require(values, 'config')
   if not values.config.data.folder:
     command.require(values, 'workdir')
-  # Records depend on text and vocabularies only; sources of weights and the
-  # teacher may not exist yet.
+  # Records depend only on text and vocabularies; weight sources and the teacher
+  # may not exist yet.
   config = config_lib.pinned(values.config, values.workdir, 'data')
   config = inherited_framing.inherit(config, values.workdir)
   settings = config_lib.load(config, values.workdir, sources=False)
@@ -96,7 +96,7 @@ def main(values: flags.FlagValues, options: Sequence[str] = ()) -> int:
     raise errors.UserError(
       f'argument {options[0]!r}: options of a pipeline need --runner=beam'
     )
-  # A machine that only stores a teacher need not have the sources.
+  # Storing a teacher does not need the sources.
   if not values.teacher or materialization.is_missing(settings.data):
     materialization.materialize(settings.data, options if on_beam else None)
   if values.teacher:
@@ -109,7 +109,7 @@ def main(values: flags.FlagValues, options: Sequence[str] = ()) -> int:
     )
   if values.show:
     opened = settings.data.vocabularies.open()
-    is_terminal = sys.stdout.isatty()  # Colours would be escapes in a file.
+    is_terminal = sys.stdout.isatty()  # No color escapes in a file.
     for split in materialization.open_sets(settings.data, opened):
       rows = range(min(values.n, len(split)))
       text = row_display.describe(split, opened, rows, colour=is_terminal)

@@ -1,23 +1,22 @@
-r"""Estimates memory and time of a configuration on hardware that is elsewhere.
+r"""Estimates memory and step time of a configuration on absent hardware.
 
     python -m encdec_adapt.plan --config=configs/gemma2.py:size=2b_2b \
       --topology=v5e:4x4 [--num_slices=2] [--programs=train,eval,..]
 
-compiles the programs with the TPU's compiler (libtpu), or that of GPUs (extra
-cuda13), which need no devices, and reports memory, FLOPs, collectives and a
-roofline estimate per device. For GPUs (--topology=h100:64) without the compiler
-the same report comes from the analytic cost model.
-A plan that is shipped for the same configuration and chips is printed first.
+compiles the programs for TPUs (libtpu) or GPUs (extra cuda13) without devices,
+and reports memory, FLOPs, collectives and a roofline estimate per device. For
+GPUs (--topology=h100:64) without the compiler, the analytic cost model makes
+the report. A shipped plan of the same configuration and chips is printed first.
 The exit status is 3 if a program does not fit into memory.
 
     python -m encdec_adapt.plan --config=... --topology=v5e:4x4 --search=6
 
 ranks meshes, remat policies and rows per chip with the cost model, compiles
-the best six, and ranks those again.
+the best six, and ranks them again.
 
     python -m encdec_adapt.plan --table=configs/plans
 
-prints a table of plans that were written with --output.
+prints a table of plans written with --output.
 """
 
 from collections.abc import Mapping
@@ -97,7 +96,7 @@ def main(values: flags.FlagValues) -> int:
     return 0
   command.require(values, 'config', 'topology')
   slices = chips.parse(values.topology, values.num_slices, values.hbm_gib)
-  # [''] for --programs=, which would plan nothing without a word.
+  # [''] for --programs=, which would silently plan nothing.
   for name in values.programs or ['']:
     if name not in programs.PROGRAMS:
       names = ', '.join(programs.PROGRAMS)
@@ -118,7 +117,7 @@ def main(values: flags.FlagValues) -> int:
     )
   settings = config_lib.load(values.config, sources=False)
   settings = settings.on(slices.chip.kind)
-  # Against the planned chips: the devices of this machine run nothing.
+  # Check against the planned chips, not local devices.
   setup.check_attention(settings.compute.attention, slices.chip.kind)
   if values.sharding:
     mesh = program_plans.make_mesh(settings, slices)
@@ -154,7 +153,7 @@ def _write(
 ) -> None:
   if values.output:
     request = stored_plans.request(values['config'], slices)
-    # With the errors of past estimates, to judge a stored plan by.
+    # Include the errors of past estimates, to judge the plan by.
     content = {**request, **results, 'calibration': calibration.table()}
     atomic.write_json(values.output, content)
 
@@ -162,15 +161,15 @@ def _write(
 def _search(
   settings: config_lib.Settings, slices: chips.Slice, values: flags.FlagValues
 ) -> int:
-  # Any mesh will do, since each candidate replaces it.
+  # Any mesh: each candidate replaces it.
   mesh = mesh_lib.make_mesh(
     mesh_lib.MeshConfig(replica=slices.count), chips.devices_of(slices)
   )
   candidates = plan_search.ranked(
     programs.Job.of('train', settings, mesh), slices
   )
-  # `ranked` leaves room for the compiler to find less memory than the model;
-  # without one the model decides.
+  # `ranked` keeps candidates slightly over memory for the compiler to judge;
+  # without a compiler, the cost model decides.
   is_compiled = chips.compiler(slices.chip.kind)
   if not is_compiled:
     candidates = [c for c in candidates if c.plan['fits']]
@@ -194,7 +193,7 @@ def _search(
         rows = [
           {'flags': c.flags, 'hours': c.hours, 'plan': c.plan} for c in fit
         ]
-        # Written each time, since compiling may take hours.
+        # Write after each candidate, as compiling may take hours.
         _write(values, slices, {'candidates': rows})
     if is_compiled:
       seconds = time.monotonic() - start

@@ -1,15 +1,15 @@
-r"""Serves a model over HTTP, in the shapes of OpenAI's API.
+r"""Serves a model over HTTP, with an OpenAI-compatible API.
 
     python -m encdec_adapt.serve --checkpoint=runs/adapted
 
-POST /v1/completions and /v1/chat/completions, streamed or not; GET /v1/models,
-/health, /metrics, and / for a page to try the model; of an embedding model
-POST /v1/embeddings, GET /v1/models and /health. There is no
-authentication: by default only programs on this machine can connect. It needs
+Endpoints: POST /v1/completions and /v1/chat/completions, streamed or not; GET
+/v1/models, /health, /metrics, and / for a page to try the model. For an
+embedding model: POST /v1/embeddings, GET /v1/models and /health. There is no
+authentication: by default, only programs on this machine can connect. Requires
 pip install 'encdec_adapt[serve]'.
 
-The exit status is 0 after a signal and the end of the requests in progress, 1
-if the port is not free, the engine fails, or a second signal comes.
+A first signal completes the requests in progress and exits with status 0. The
+status is 1 if the port is in use, the engine fails, or a second signal arrives.
 """
 
 import dataclasses
@@ -32,10 +32,10 @@ from encdec_adapt.stored import model_on_disk, pretrained_files
 from encdec_adapt.telemetry import environment
 from encdec_adapt.tokenizers import chat_format
 
-# By default at most this, since the largest state holds the longest prompt, and
-# some models state 128 K positions.
+# Cap of the default, as the largest state holds the longest prompt, and some
+# models have 128 K positions.
 _MAX_PROMPT = 4096
-STEPS = 4  # Decode steps between queue polls; a stream sends them together.
+STEPS = 4  # Decode steps between queue polls, and per stream event.
 
 define_flags = command.define(
   command.string('checkpoint', 'A run, RUN@STEP, or a Hugging Face folder.'),
@@ -95,10 +95,10 @@ def main(values: flags.FlagValues) -> int:
   """Runs the command."""
   command.require(values, 'checkpoint')
   packages.require('serving', 'serve', 'starlette', 'uvicorn')
-  # After the check: it imports the packages of the extra `serve`.
+  # After the check, as it imports the packages of the extra `serve`.
   from encdec_adapt.server import http_app
 
-  # Before the parameters are read, which takes minutes for large models.
+  # Before reading parameters, which takes minutes for large models.
   if not http_app.is_free(values.host, values.port):
     return 1
   stored = model_on_disk.open_model(values.checkpoint)
@@ -125,14 +125,14 @@ def main(values: flags.FlagValues) -> int:
     return http_app.run(service, values.host, values.port)
   runs = served_adapters.open_runs(stored, values.adapters)
   models, prompts = {model_on_disk.title(stored.name): stored, **runs}, {}
-  for name, model in models.items():  # Each as its run read prompts.
+  for name, model in models.items():  # Each with its run's framing.
     prompts[name] = prompt_encoding.PromptEncoder(model, prefix=values.prefix)
     prompt_encoding.print_prefix(model, values.prefix)
   longest = pretrained_files.prompt_room(stored)
   loaded = model_in_memory.read_as_trained(stored)
   adapters = {k: served_adapters.read(loaded, x) for k, x in runs.items()}
   ids = loaded.special_ids
-  # A request may be a chat or plain text; both end at the first of these ids.
+  # Requests may be chats or plain text; both end at any of these ids.
   if chat_format.find_template(opened.decoder):
     ends = *ids.eos, chat_format.end_of_turn(opened.decoder)
     ids = dataclasses.replace(ids, eos=tuple(dict.fromkeys(ends)))
@@ -140,7 +140,7 @@ def main(values: flags.FlagValues) -> int:
   limits = protocol.Limits(
     values.max_prompt or min(longest or _MAX_PROMPT, _MAX_PROMPT),
     values.max_tokens,
-    # A decoder that reads prompts itself holds both in its positions.
+    # In a decoder-only model, prompt and completion share the context.
     None if encodes_prompt else longest,
   )
   engine = loaded.engine(
@@ -156,7 +156,7 @@ def main(values: flags.FlagValues) -> int:
     start = time.monotonic()
     count = engine.warm_up()
     print(f'compiled {count} programs in {time.monotonic() - start:.1f} s')
-  # Fails now if the parameters do not fit.
+  # Fail early if the parameters do not fit.
   empty = next(iter(prompts.values())).frame([])
   list(engine.run([engine_lib.Request(empty, 2)]))
   served = http_app.Served(
@@ -179,7 +179,7 @@ def _state_sizes(
   limits: protocol.Limits, reads_encoder: bool
 ) -> list[lengths.Size]:
   generated = limits.max_tokens
-  # The longest prompt leaves fewer positions to generate.
+  # The longest prompt leaves fewer positions for generated tokens.
   if limits.context is not None:
     generated = min(generated, limits.context - limits.max_prompt)
   return lengths.state_sizes(
@@ -188,11 +188,11 @@ def _state_sizes(
 
 
 def _require_memory(engine: engine_lib.Engine) -> None:
-  """Refuses state sizes that the memory does not hold.
+  """Checks that the state sizes fit into memory.
 
   Raises:
-    UserError: the two largest sizes, which exist together when the state grows,
-      need more than the free memory.
+    UserError: the two largest sizes, which coexist when the state grows, need
+      more than the free memory.
   """
   nbytes, free = engine.state_bytes(), environment.memory_free()
   if free is not None and sum(sorted(nbytes)[-2:]) > free:

@@ -3,12 +3,11 @@
     python -m encdec_adapt.study --study=quickstart:size=default
 
 The function `get_study(arg)` of a configuration file returns a page
-(`lab/pages.py`): arms, evaluations and claims. Every stage is a
-command, printed before it runs. Finished stages are skipped, also if another
-study ran them, and an interrupted stage resumes when the command is given
-again. --jobs=N starts N processes on this machine, which share the stages. A
-stage that fails is named, what does not depend on it goes on, and --stage=NAME
-runs it again.
+(`lab/pages.py`): arms, evaluations and claims. Every stage is a command,
+printed before it runs. Finished stages are skipped, even those of other
+studies, and repeating the command resumes an interrupted stage. --jobs=N
+starts N processes on this machine, which share the stages. A failed stage is
+named and independent stages continue; --stage=NAME runs it again.
 """
 
 from collections.abc import Mapping, Sequence
@@ -100,9 +99,9 @@ def main(values: flags.FlagValues) -> int:
       f'--stage={values.stage} is not a stage of {values.study}'
       f'{errors.nearest(values.stage, resolved)}; --list prints them.'
     )
-  # A mistyped flag of the last stage is found now, not after hours.
+  # Find mistyped flags of all stages now, not after hours.
   for stage in resolved.values():
-    if stage.module != 'convert':  # It has subcommands, which parse themselves.
+    if stage.module != 'convert':  # Its subcommands parse their own flags.
       values_of = dict.fromkeys(stage.reads, '1')
       _parse(stage.module, [pages.fill(x, values_of) for x in stage.arguments])
   disk.require_writable(states.root / 'stages')
@@ -145,7 +144,7 @@ def _describe(
   for name, page in found.items():
     try:
       parts[name] = page, stage_states.States(page, stages.resolve(page))
-    except errors.UserError as error:  # It may need models of another page.
+    except errors.UserError as error:  # May need models of another page.
       notes.append(f'{name} is not planned: {error}')
   return '\n'.join([study_plan.describe_pages(parts), *notes])
 
@@ -172,12 +171,12 @@ def load(spec: str) -> pages.Study:
   Raises:
     UserError: the file is missing, fails, or has no get_study.
   """
-  # Studies first: `post_training` is also the name of a file of recipes.
+  # Studies first: configs/ also has a file named `post_training`.
   located = configs.locate(spec, ('studies/', ''))
   path, _, arg = located.partition(':')
   if not pathlib.Path(path).is_file():
     raise errors.UserError(f'--study={spec}: the file {path} does not exist.')
-  # By its path, as --config loads files: configs/ need not be importable.
+  # Load by path, like --config: configs/ need not be importable.
   spec_of_file = importlib.util.spec_from_file_location('study_config', path)
   module = importlib.util.module_from_spec(spec_of_file)
   try:
@@ -190,7 +189,7 @@ def load(spec: str) -> pages.Study:
   except Exception as error:  # The file is the user's code.
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == path]
-    # A file that cannot be parsed has no frame, but the line of the error.
+    # A syntax error has no frame, but a line number.
     line = lines[-1] if lines else getattr(error, 'lineno', 1)
     raise errors.UserError(
       f'--study={spec}: {path} fails at line {line}'
@@ -232,8 +231,8 @@ def _run(
 
 def _jobs(states: stage_states.States, values: flags.FlagValues) -> int:
   """Returns the number of workers (1 for a study of studies)."""
-  # Its pages run one after the other, each with its own workers, so that no
-  # two pages train a model that they share.
+  # Its pages run sequentially, each with its own workers, so that no two pages
+  # train a shared model.
   if any(stage.module == 'study' for stage in states.stages.values()):
     return 1
   return values.jobs or workers.default_jobs()
@@ -250,17 +249,17 @@ def run_stage(
 
   Args:
     stage: the stage.
-    arguments: its arguments, without names in braces.
-    jobs: workers of a page of a study of studies; None for the default.
+    arguments: its arguments, with names in braces already replaced.
+    jobs: workers for a page of a study of studies; None for the default.
 
   Returns:
-    The exit status, and the learning rate that a choice of rates found.
+    The exit status, and the learning rate selected by a choice of rates.
 
   Raises:
     UserError: the stage fails on bad input.
   """
   if stage.module == 'materialize':
-    # TensorFlow, for sources `tfds:` and `seqio:`, stays out of this process.
+    # Keeps TensorFlow (sources `tfds:` and `seqio:`) out of this process.
     process_pool.run_in_subprocess(_call, stage.module, arguments)
     return 0, None
   if stage.module == 'study':
@@ -284,7 +283,7 @@ def _parse(module: str, arguments: Sequence[str]) -> flags.FlagValues:
 
 
 def _module(name: str) -> types.ModuleType:
-  # Late: a study without a command need not load its dependencies.
+  # Import late, to load the dependencies only when needed.
   return importlib.import_module(f'encdec_adapt.{name}')
 
 

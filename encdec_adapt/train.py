@@ -1,13 +1,13 @@
-r"""Trains a model: a whole job, from configuration to last checkpoint.
+r"""Trains a model: a full job, from configuration to last checkpoint.
 
     python -m encdec_adapt.train --config=configs/quickstart.py:run=adapted \
       --workdir=runs/adapted [--config.train.steps=500]
 
-A job that ended early resumes when the same command is given again.
+Repeating the command resumes an interrupted job.
 
 `train` reads from top to bottom: models, checkpoint to start from, data, state,
-loop objects, steps, end. A recipe (`training/recipes/`) declares what a kind of
-training reads and measures, `training/jobs/` opens it, and the update is in
+loop objects, steps, end. A recipe (`training/recipes/`) declares the inputs and
+metrics of a kind of training, `training/jobs/` opens them, and the update is in
 `training/step.py`.
 """
 
@@ -91,7 +91,7 @@ def run(
   """Validates the configuration, locks the work directory, and trains."""
   config = config_lib.pinned(config, workdir)
   config = inherited_framing.inherit(config, workdir)
-  # Saved with its head, so that a model is opened without its loss.
+  # Save the explicit head, so that opening a model needs no loss.
   config = config_lib.with_head(config)
   settings, made_by = config_lib.load(config, workdir), made_by or {}
   with contextlib.ExitStack() as stack:
@@ -113,16 +113,16 @@ def train(
   Args:
     config: the configuration, saved with every checkpoint.
     settings: the validated configuration.
-    workdir: work directory; a job that was started there is resumed.
+    workdir: work directory; an existing job there is resumed.
     made_by: description of the command, saved in the work directory.
 
   Returns:
-    Exit status: 0, or `exit_status.RESTART` after a preemption was saved.
+    Exit status: 0, or `exit_status.RESTART` after saving at a preemption.
 
   Raises:
-    UserError: bad input, found before the first step; checkpoints exist but
-      none is undamaged; or too many updates in a row are not finite, or the
-      losses with which the job ends.
+    UserError: bad input, found before the first step; all checkpoints are
+      damaged; or too many consecutive updates or the final losses are not
+      finite.
   """
   log = print if distributed.is_lead() else lambda *_: None
   recipe = settings.recipe
@@ -143,8 +143,8 @@ def train(
   start = checkpoints.latest()  # A step, or None for a new job.
   saved = None if start is None else checkpoints.at(start).read_meta()
   fingerprint = environment.fingerprint() | {'mesh': dict(mesh.shape)}
-  # No value depends on the devices ('auto') from here on but `remat`, which is
-  # chosen when all else is in memory.
+  # Resolves all 'auto' values except `remat`, which is chosen once all else is
+  # in memory.
   compute = settings.compute.on(
     device.platform, saved and remat_choice.earlier_compute(saved, fingerprint)
   )
@@ -152,7 +152,7 @@ def train(
   placement = setup.place_model(
     recipe.model, compute, mesh, settings.rules, settings.adapters
   )
-  # Opened only: parameters are read below, when other inputs are checked.
+  # Only opened: parameters are read below, after the other inputs are checked.
   frozen = frozen_models.open_frozen(settings, compute, placement)
   phases = phases_lib.Phases(
     placement, recipe, settings.optimizer, settings.train, frozen.models
@@ -186,7 +186,7 @@ def train(
     first,
     teacher=job_lib.reads_teacher_row(settings, frozen),
   )
-  if not steps:  # The records are the length of the job.
+  if not steps:  # The records determine the length of the job.
     steps = first + loader.remaining
     setup.require_space(checkpoints, phases, settings.checkpoint, steps)
   resolved = resolved_lib.Resolved.of(settings, compute, steps)
@@ -201,8 +201,8 @@ def train(
 
   # -- State -------------------------------------------------------------------
 
-  # The first step donates the buffers of the state: another reference to the
-  # parameters would keep them in memory twice.
+  # The first step donates the state's buffers: another reference to the
+  # parameters would keep a second copy in memory.
   base = source.read_base()
   state, costs = source.begin(
     workdir, data.vocabularies, frozen.references.values(), fingerprint
@@ -210,7 +210,7 @@ def train(
   params, digests = frozen.read(source.base, base)
   source.check_references(digests | stored)
   trained = trained_lib.Trained(phases, resolved.schedule, base, params)
-  chosen = source.chosen_remat(compute.remat)  # By 'auto', as text.
+  chosen = source.chosen_remat(compute.remat)  # The saved choice of 'auto'.
   if compute.remat == execution.AUTO:
     trained, chosen = trained.with_remat(job, state)
     config = config_lib.with_compute(config, trained.compute)
@@ -265,13 +265,12 @@ def train(
 
   stopping = last = False
   with contextlib.ExitStack() as stack:
-    # On exit these close in reverse order: the checkpoints first, which
-    # completes the last save even after an exception, unless another process
-    # is missing.
+    # Closed in reverse order: the checkpoints first, to complete the last save
+    # even after an exception, unless another process is missing.
     stop = stack.enter_context(preemption.StopSignal())
     for resource in (watchdog, profiler, telemetry, checkpoints):
       stack.enter_context(resource)
-    # Completing a save may take longer than the step that the watchdog sees.
+    # Completing a save may take longer than a step's timeout.
     stack.callback(lambda: watchdog.beat(step, 'save'))
 
     if start is None:
@@ -283,18 +282,18 @@ def train(
     ):
       step_start = time.perf_counter()
 
-      # Phase: the groups that train. Each phase compiles a step function.
+      # Phase: the trainable groups. Each phase compiles a step function.
       compiling = step == first or phases.begins(step)
       if compiling:
         state = phases.thaw(state, step)
         train_step = trained.make_step(step)
 
-      # Batch: this process's rows, and what the model samples for them.
+      # Batch: the local rows, with completions sampled from the model.
       watchdog.beat(step, 'compile' if compiling else 'step')
       try:
         rows, numbers, sampled = batches.next(step, trained.params(state))
       except completion_rewards.RewardError:
-        # Saves the step whose reward failed.
+        # Save the current step.
         checkpoints.wait()
         if step not in (0, *checkpoints.all_steps()):
           save(step, state)
@@ -302,9 +301,9 @@ def train(
       if sampled:
         watchdog.beat(step, 'compile' if compiling else 'step')
       if step == first and distributed.is_lead():
-        run_artifacts.remove_summary(workdir)  # A shorter job left it.
+        run_artifacts.remove_summary(workdir)  # Of an earlier, shorter job.
 
-      # Update. Dispatch is asynchronous: the host continues meanwhile.
+      # Update. Dispatch is asynchronous: the host continues immediately.
       profiler.begin_step(step)
       with telemetry.spent('compile' if compiling else 'dispatch'):
         batch = step_lib.place_batch(rows, placement, recipe.rows.axes)
@@ -313,17 +312,17 @@ def train(
         telemetry.compiled()
       profiler.end_step(step, metrics)
       step += 1
-      # Reads the metrics of the previous step; these are read one step later.
+      # Reads the metrics of the previous step, to keep the device busy.
       telemetry.dispatched(step, metrics | sampled, numbers, loader.position)
 
-      # Evaluation and checkpoint. All processes take the same decisions.
+      # Evaluation and checkpoint. All processes decide the same.
       stopping = stop.reached(step)
       last = step == steps or loader.remaining == 0
       thawing = phases.begins(step)
       saving = last or thawing or step % resolved.save_every == 0
       evaluating = last or evaluators.is_due(step)
       evaluating |= saving and settings.checkpoint.keep_best
-      saving |= stopping  # At once: a preemption leaves no time to evaluate.
+      saving |= stopping  # A preemption leaves no time to evaluate.
       # Saved costs include this step. A sampler waits for parameters anyway.
       if evaluating or saving or compiling or sampled:
         telemetry.read()
@@ -337,15 +336,15 @@ def train(
       if evaluating or saving:
         telemetry.pause()
       if thawing:
-        # Thawing may run out of memory: complete the save first.
+        # Complete the save first, as thawing may run out of memory.
         checkpoints.wait()
 
     if not (stopping or telemetry.over_budget) and telemetry.evaluated != step:
-      # `steps` was lowered to a saved step.
+      # `steps` was lowered to an already saved step.
       evaluators.run(step, state, last=True)
     watchdog.beat(step, 'save')
     checkpoints.wait()
-    # The measured KL is that of the previous step's policy.
+    # The KL is measured on the policy of the previous step.
     within = checkpoints.discard(step - 1) if telemetry.over_budget else None
 
   # -- End ---------------------------------------------------------------------
@@ -359,7 +358,7 @@ def train(
   if distributed.is_lead():
     used = step if within is None else within
     run_artifacts.write_summary(workdir, settings, used, source.cost, costs)
-  # No process exits before process 0 has committed the last checkpoint.
+  # Process 0 must commit the last checkpoint before any process exits.
   distributed.barrier('the end')
   return 0
 
