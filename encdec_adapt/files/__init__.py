@@ -1,4 +1,4 @@
 """Local and bucket paths, atomic writes, append-only logs, disk space.
 
-Imports `base.errors`, and nothing else of the package.
+Of the package, only `base.errors` may be imported.
 """

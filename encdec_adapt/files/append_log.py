@@ -1,13 +1,13 @@
 """Append-only files, such as metrics, on file systems and object stores.
 
-`Log` is such a file of JSON lines, which a resumed job continues.
+`Log` is an append-only file of JSON lines, continued by a resumed job.
 
-On a file system a write goes to the kernel at once. Objects in a bucket cannot
-be appended to: writes are buffered and uploaded as NAME, and after every
-`PART` bytes as NAME-000001 and so on, so that no object is uploaded again and
-again as it grows. Everything written is safe after `flush`; otherwise it is
-uploaded with the first write `EVERY` seconds after the last upload, or later
-while the bucket does not answer. This module must not know the records.
+On a file system, a write goes to the kernel at once. Objects in a bucket cannot
+be appended to: writes are buffered and uploaded as NAME, and after every `PART`
+bytes as NAME-000001 and so on, so that no large object is uploaded repeatedly.
+Data is safe after `flush`; otherwise it is uploaded by the first write `EVERY`
+seconds after the last upload, or later while the bucket does not answer. This
+module must not know the contents of records.
 """
 
 from collections.abc import Iterable
@@ -19,7 +19,7 @@ from typing import Any
 
 from encdec_adapt.files import disk, paths
 
-PART = 1 << 20  # Bytes of an object before the next one begins.
+PART = 1 << 20  # Maximum bytes of an object before the next one.
 EVERY = 30.0
 
 
@@ -27,26 +27,25 @@ class _Parts:
   """An append-only file in a bucket."""
 
   def __init__(self, path: paths.Path):
-    # A new part even if the last one is short, so that a resumed job uploads
-    # only its records.
+    # Always start a new part, so that a resumed job uploads only its own
+    # records.
     self._path, self._number = path, len(_parts(path))
     self._part, self._unwritten = io.BytesIO(), False
     self._flushed, self._failing = time.monotonic(), False
 
   def write(self, data: bytes) -> None:
-    """Appends whole records, which are never divided between parts."""
+    """Appends whole records; parts never split a record."""
     self._part.write(data)
     self._unwritten = True
     full = self._part.tell() >= PART
     is_due = time.monotonic() - self._flushed >= EVERY
-    # While the bucket fails, only time decides: a full part would otherwise be
-    # tried with every record, and each attempt takes long.
+    # While the bucket fails, retry only every `EVERY` seconds: a slow attempt
+    # per record would block the job.
     if is_due or (full and not self._failing):
       try:
         self.flush()
       except OSError as error:
-        # Not raised: metrics may be late, and the next upload has all of the
-        # part again.
+        # Not raised: the next upload includes the whole part.
         print(
           f'Warning: {self._path} is written later: {error}', file=sys.stderr
         )
@@ -71,7 +70,7 @@ def append(path: paths.Path) -> _Parts | io.RawIOBase:
   """Opens a file for appending whole records.
 
   Args:
-    path: need not exist; on a file system its folder must.
+    path: may be missing; on a file system, its folder must exist.
 
   Returns:
     An object with `write`, `flush` and `close`.
@@ -82,23 +81,23 @@ def append(path: paths.Path) -> _Parts | io.RawIOBase:
 
 
 class Log:
-  """JSON lines that a job appends to, and continues when it is resumed.
+  """An append-only file of JSON lines, continued by a resumed job.
 
   Attributes:
     path: the file.
-    lines: record of every complete line, None where it is not JSON, and file
-      and number of the line for messages.
-    torn: whether the last line is half written.
+    lines: (record, location) of every complete line: the record is None if it
+      is not JSON; the location is file and line number, for messages.
+    torn: whether the last line is incomplete.
   """
 
   def __init__(self, path: paths.Path):
-    """Reads the file, which need not exist."""
+    """Reads the file, if it exists."""
     self.path, self._content, self._file = path, read(path), None
     *lines, end = self._content.split(b'\n')
     self.torn = bool(end)
     numbers: dict[bytes, int] = {}
-    # Equal lines count once: a kill while the parts in a bucket were replaced
-    # leaves them twice.
+    # Deduplicate: a kill while replacing the parts in a bucket leaves duplicate
+    # lines.
     for number, line in enumerate(lines, 1):
       numbers.setdefault(line, number)
     self.lines = [
@@ -107,27 +106,27 @@ class Log:
     ]
 
   def keep(self, records: Iterable[Any]) -> None:
-    """Makes these records the content of the file, and opens it for more."""
+    """Sets the content of the file to records, and opens it for appending."""
     content = _encode(records)
-    # Usually nothing is dropped, and a rewrite could only be interrupted.
+    # Usually nothing is dropped: avoid a rewrite that could be interrupted.
     if content != self._content:
       replace(self.path, content)
     self._content, self._file = content, append(self.path)
 
   def write(self, *records: Any) -> None:
-    """Appends records at once, so that a kill leaves all of them or none.
+    """Appends records atomically.
 
     Raises:
-      UserError: the disk is full, or gone.
+      UserError: the disk is full or missing.
     """
     with disk.writing(self.path):
       self._file.write(_encode(records))
 
   def flush(self) -> None:
-    """Writes everything through, so that SIGKILL loses nothing.
+    """Flushes all records, so that SIGKILL loses nothing.
 
     Raises:
-      UserError: the disk is full, or gone.
+      UserError: the disk is full or missing.
     """
     with disk.writing(self.path):
       self._file.flush()
@@ -149,7 +148,7 @@ def _encode(records: Iterable[Any]) -> bytes:
 
 
 def read(path: paths.Path) -> bytes:
-  """Reads all that was written and flushed; nothing if there is no file."""
+  """Reads all flushed content; empty if there is no file."""
   return b''.join(part.read_bytes() for part in _parts(path))
 
 
@@ -161,7 +160,7 @@ def replace(path: paths.Path, data: bytes) -> None:
     data: new content of the file.
   """
   parts = _parts(path)
-  # Written first, so that the records are never only in the parts to delete.
+  # Write first, so that no records are lost with the deleted parts.
   paths.write(path, data)
   for part in parts[1:]:
     part.unlink()

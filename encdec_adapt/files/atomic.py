@@ -1,4 +1,4 @@
-"""JSON files: written atomically, and validated when read.
+"""Atomic writing and validated reading of JSON files.
 
 This module must not know keys: callers check the contents.
 """
@@ -11,11 +11,11 @@ from encdec_adapt.files import disk, paths
 
 
 def write_json(path: paths.AnyPath, content: Any) -> None:
-  """Writes JSON atomically, as `paths.write` does.
+  """Writes JSON atomically; see `paths.write`.
 
   Args:
-    path: file to create or replace; its folder is made.
-    content: JSON serialisable.
+    path: file to create or replace; its folder is created.
+    content: JSON serializable.
 
   Raises:
     UserError: the path cannot be written.
@@ -48,11 +48,11 @@ def parse_json(text: bytes, file: paths.AnyPath) -> dict[str, Any]:
     file: file name, for errors.
 
   Raises:
-    UserError: it is not a JSON object.
+    UserError: the text is not a JSON object.
   """
   try:
     content = json.loads(text)
-  except (ValueError, RecursionError) as error:  # Too many brackets.
+  except (ValueError, RecursionError) as error:  # Deeply nested brackets.
     raise damaged(file, f'it is not valid JSON ({error})') from error
   if not isinstance(content, dict):
     kind = type(content).__name__
@@ -61,10 +61,10 @@ def parse_json(text: bytes, file: paths.AnyPath) -> dict[str, Any]:
 
 
 def read_json(path: paths.AnyPath) -> dict[str, Any]:
-  """Reads a file that holds a JSON object, as `parse_json` does.
+  """Reads a JSON object from a file; see `parse_json`.
 
   Raises:
-    UserError: it cannot be read, or is not a JSON object.
+    UserError: the file cannot be read, or is not a JSON object.
   """
   try:
     text = paths.at(path).read_bytes()

@@ -1,10 +1,9 @@
-"""Content of files that may be compressed: .gz and .zst, others as they are.
+"""Reads .gz, .zst and uncompressed files.
 
-A compressed file has to be read from its beginning. Its parts are named by
-positions in the file as it lies on disk, in blocks of a fixed size, so that all
-readers divide it alike.
+A compressed file must be read from its beginning. Positions refer to the
+compressed file, in blocks of a fixed size, so that all readers split it alike.
 
-This module imports `zstandard` only when a .zst file is read.
+This module imports `zstandard` only to read a .zst file.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,12 +17,12 @@ import zlib
 from encdec_adapt.base import errors, packages
 from encdec_adapt.files import paths
 
-# Bytes of a file that are read at a time: readers of its parts divide it there.
+# Bytes of a block; readers split files at block boundaries.
 _BLOCK = 1 << 14
 
 
 def is_compressed(path: paths.AnyPath) -> bool:
-  """Returns whether the name of a file says that it is compressed."""
+  """Returns whether a file has the suffix of a compressed file."""
   return os.fspath(path).endswith(('.gz', '.zst'))
 
 
@@ -32,14 +31,14 @@ def blocks(path: paths.AnyPath, start: int = 0) -> Iterator[tuple[int, bytes]]:
 
   Args:
     path: path of the file.
-    start: first byte of a file that is not compressed.
+    start: first byte to read of an uncompressed file.
 
   Yields:
-    Bytes of the file that have been read, and the content that they added.
+    Position in the file, and the content of the last block.
 
   Raises:
-    UserError: the compressed data are damaged or end too early, or the package
-      that reads them is not installed.
+    UserError: the compressed data are damaged or truncated, or the package for
+      them is not installed.
     OSError: the file cannot be read.
   """
   make, decoder, end = _decoders(os.fspath(path)), None, start
@@ -49,13 +48,13 @@ def blocks(path: paths.AnyPath, start: int = 0) -> Iterator[tuple[int, bytes]]:
     while data := file.read(_BLOCK):
       end += len(data)
       content = b'' if make else data
-      # A file may be several streams in a row, as `cat a.gz b.gz` makes.
+      # A file may have several streams, as from `cat a.gz b.gz`.
       while make and data:
         if decoder is None or decoder.eof:
           decoder = make()
         try:
           content += decoder.decompress(data)
-        except Exception as error:  # zlib and zstandard have their own.
+        except Exception as error:  # zlib and zstandard have own types.
           raise errors.UserError(
             f'{path} is damaged, or not compressed as its name says ({error})'
           ) from error
@@ -73,8 +72,8 @@ def lines(
   """Reads the lines of a file; see `blocks`.
 
   Yields:
-    Begin of the block with the first byte of the line, end of the block with
-    its last byte, both in the file on disk, and the line with its line end.
+    Start of the block with the line's first byte, end of the block with its
+    last byte, both in the file on disk, and the line with its line end.
   """
   position = begin = start
   pieces: list[bytes] = []
@@ -105,5 +104,5 @@ def _decoders(path: str) -> Callable[[], Any] | None:
   packages.require(path, 'data', 'zstandard')
   import zstandard
 
-  # Large dumps are often made with `zstd --long=31`.
+  # Large dumps often use `zstd --long=31`.
   return zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj

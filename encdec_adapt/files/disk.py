@@ -1,6 +1,6 @@
-"""Checks before a job starts: writable folders and free disk space.
+"""Checks of writable folders and free disk space before a job starts.
 
-This module must not import jobs: callers give sizes and names of their data.
+This module must not import jobs: callers pass sizes and names of their data.
 """
 
 from collections.abc import Iterator
@@ -15,14 +15,13 @@ import socket
 from encdec_adapt.base import errors
 from encdec_adapt.files import paths
 
-# Size of the file that tests whether a folder is writable: an empty one can be
-# made on a full disk too.
+# Size of the probe file; an empty file can be created even on a full disk.
 _PROBE_BYTES = 4096
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def require_writable(folder: paths.AnyPath) -> paths.Path:
-  """Makes a folder if need be, and writes and removes a probe file in it.
+  """Creates a folder if missing, and checks it with a probe file.
 
   Args:
     folder: local folder or bucket address.
@@ -31,10 +30,10 @@ def require_writable(folder: paths.AnyPath) -> paths.Path:
     The folder's path.
 
   Raises:
-    UserError: it cannot be made or written.
+    UserError: the folder cannot be created or written.
   """
   folder = paths.at(folder)
-  # Processes of a job probe a shared folder at the same time.
+  # Processes of a job probe a shared folder concurrently.
   name = f'.probe-{socket.gethostname()}-{os.getpid()}'
   with writing(folder):
     paths.write(folder / name, bytes(_PROBE_BYTES))
@@ -43,13 +42,13 @@ def require_writable(folder: paths.AnyPath) -> paths.Path:
 
 
 def require_output(output: str) -> None:
-  """Checks that the file of --output can be written; makes its folder.
+  """Checks that the file of --output can be written; creates its folder.
 
   Args:
     output: local path or bucket address of the file.
 
   Raises:
-    UserError: it is a folder, or its folder cannot be made or written.
+    UserError: it is a folder, or its folder cannot be created or written.
   """
   path = paths.at(output)
   if path.is_dir():
@@ -62,7 +61,7 @@ def require_output(output: str) -> None:
 
 @contextlib.contextmanager
 def writing(path: paths.AnyPath) -> Iterator[None]:
-  """Raises an `OSError` inside of this context as `cannot_write` of the path.
+  """Converts an `OSError` in this context to `cannot_write` of the path.
 
   Raises:
     UserError: the path cannot be written.
@@ -74,10 +73,10 @@ def writing(path: paths.AnyPath) -> Iterator[None]:
 
 
 def full_disk(error: object) -> OSError | None:
-  """Returns the `OSError` of a full disk that an error names, None without.
+  """Returns the `OSError` of a full disk behind an error, or None.
 
   Args:
-    error: an `OSError`, or an error of TensorStore, whose text has the number.
+    error: an `OSError`, or an error of TensorStore with the errno in its text.
   """
   match = re.search(r"(?:\[Errno |os_error_code=')(\d+)", str(error))
   number = int(match[1]) if match else 0
@@ -86,7 +85,7 @@ def full_disk(error: object) -> OSError | None:
 
 def cannot_write(path: paths.AnyPath, error: OSError) -> errors.UserError:
   """Returns the user error for an `OSError` from writing `path`."""
-  # From a bucket, see `paths`: a launcher restarts the job.
+  # A temporary error of a bucket (see `paths`): launchers restart the job.
   if isinstance(error, ConnectionError):
     return errors.AbsentError(f'{path} cannot be written now ({error}).')
   if error.errno in _FULL:
@@ -101,20 +100,20 @@ def cannot_write(path: paths.AnyPath, error: OSError) -> errors.UserError:
 def require_space(
   folder: paths.AnyPath, nbytes: int, *, label: str, remedy: str = ''
 ) -> None:
-  """Checks that a disk has the free space that a job needs.
+  """Checks that a disk has the free space for a job.
 
   Args:
-    folder: folder to write to, which need not exist yet; buckets always pass.
-    nbytes: number of bytes that the job will write.
+    folder: folder to write to, possibly missing; buckets always pass.
+    nbytes: number of bytes to be written.
     label: name of the data, for the message.
-    remedy: another remedy, to end the message.
+    remedy: additional remedy at the end of the message.
 
   Raises:
     UserError: fewer than `nbytes` are free for this user.
   """
   if paths.is_bucket(folder):
     return
-  # A folder that is yet to be made will be on its parents' file system.
+  # A missing folder will be on its parents' file system.
   existing = pathlib.Path(folder).absolute()
   while not existing.exists():
     existing = existing.parent
@@ -131,6 +130,6 @@ def format_bytes(nbytes: float) -> str:
   """Formats a number of bytes, such as `1.5 GiB`."""
   if nbytes < 1024:
     return f'{nbytes:.0f} bytes'
-  # 2**10 is the first number of 11 bits, and the first KiB.
+  # 2**10 (1 KiB) is the first number of 11 bits.
   power = min((int(nbytes).bit_length() - 1) // 10, 5)
   return f'{nbytes / 1024**power:.1f} {"KMGTP"[power - 1]}iB'

@@ -1,11 +1,11 @@
 """Models and data sets on the Hugging Face Hub, through its client.
 
-Addresses are `hf://ORG/NAME[@REVISION][/PATH]`, and `hf://datasets/..` of data
-sets; a revision is a branch, a tag or a commit. Files lie in the client's cache
-(HF_HOME), which its variables govern (HF_HUB_OFFLINE, HF_TOKEN, HF_ENDPOINT).
-It locks a file while it downloads it: of several processes of a host a single
-one does, and the others wait. What a cache has of a commit is read without a
-request. This module must not import anything of the package but `base`.
+Addresses are `hf://ORG/NAME[@REVISION][/PATH]`, and `hf://datasets/..` for data
+sets; a revision is a branch, tag or commit. Files are in the client's cache
+(HF_HOME), controlled by its variables (HF_HUB_OFFLINE, HF_TOKEN, HF_ENDPOINT).
+The client locks files, so that only one process of a host downloads each.
+Cached files of a commit are read without a request. Of the package, this module
+must import only `base`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ from encdec_adapt.base import errors
 
 SCHEME = 'hf://'
 _COMMIT = re.compile(r'@[0-9a-f]{40}\b')
-# In a source it ends before its field, weight or quote.
+# In a source string, an address ends before field, weight or quote.
 _ADDRESS = re.compile(r'hf://[^#\s"]+?(?=@[\d.]+(?:\s|$)|[#\s"]|$)')
 
 
@@ -36,16 +36,16 @@ def repository(address: str) -> str:
 
 
 def pinned(text: str, before: str = '') -> str:
-  """Replaces the revisions of addresses by the commits that they stand for.
+  """Pins addresses: replaces their revisions with commits.
 
   Args:
-    text: an address, or sources with addresses; commits in them stay.
-    before: a text that was pinned earlier, from which addresses that name no
-      commit take theirs, whatever their branch is at now.
+    text: an address, or sources with addresses; commits are kept.
+    before: an earlier pinned text; its commits take precedence over the current
+      ones of branches.
 
   Raises:
-    UserError: the Hub refuses, or cannot be reached and the cache has no such
-      revision; AbsentError if the Hub fails.
+    UserError: the Hub refuses, or is unreachable and the revision is not
+      cached; AbsentError if the Hub fails.
   """
 
   def target(address: str) -> tuple[str, ...]:
@@ -67,7 +67,7 @@ def pinned(text: str, before: str = '') -> str:
 
 @functools.cache
 def commit_of(address: str) -> str:
-  """Pins a repository's address; a process reads one commit of a branch."""
+  """Pins a repository's address, to the same commit throughout a process."""
   uri = _parse(address)
   with _as_user_errors(uri):
     revision = huggingface_hub.HfApi().resolve_revision(
@@ -79,17 +79,17 @@ def commit_of(address: str) -> str:
 def fetch(
   address: str, patterns: Sequence[str], ignored: Sequence[str] = ()
 ) -> pathlib.Path:
-  """Downloads files that the cache lacks.
+  """Downloads files missing from the cache.
 
   Args:
     address: the address.
-    patterns: globs of the files that are read, relative to the address. A *
-      matches any depth.
-    ignored: globs of names in the repository that are not read.
+    patterns: globs of files to download, relative to the address. A * matches
+      any depth.
+    ignored: globs of files in the repository to skip.
 
   Returns:
-    The folder of the address in the cache; it does not exist if the repository
-    has no such files.
+    The folder of the address in the cache; missing if the repository has no
+    such files.
 
   Raises:
     UserError: see `pinned`.
@@ -106,8 +106,8 @@ def fetch(
   )
   with _as_user_errors(uri):
     try:
-      # Raises where the cache does not know the files of this commit: it would
-      # take a part of them for all.
+      # Raises if the cache has no file list of this commit: a partial copy
+      # would otherwise pass as complete.
       huggingface_hub.get_cached_repo_tree(uri.id, **snapshot)
       folder = download(local_files_only=True)
     except (
@@ -119,7 +119,7 @@ def fetch(
 
 
 def fetch_matching(pattern: str) -> str:
-  """Downloads the files that match a glob; returns the glob in the cache.
+  """Downloads the files matching a glob; returns the glob in the cache.
 
   Args:
     pattern: address with a glob as its path, such as
@@ -130,32 +130,32 @@ def fetch_matching(pattern: str) -> str:
   """
   path = _parse(pattern).path_in_repo
   root = pinned(pattern).removesuffix(f'/{path}')
-  # The client's * matches slashes too: deeper files are left out.
+  # Exclude deeper files, as the client's * matches slashes too.
   deeper = '/'.join('*' * (path.count('/') + 2))
   folder = fetch(root, [path], [] if '**' in path else [deeper])
   return f'{folder}/{path}'
 
 
 def push(folder: pathlib.Path, repo: str, *, public: bool) -> str:
-  """Uploads a model folder; asks nothing.
+  """Uploads a model folder without confirmation.
 
   Args:
     folder: a local folder.
-    repo: ORG/NAME; made if it does not exist.
-    public: whether everybody may read it.
+    repo: ORG/NAME; created if missing.
+    public: whether the repository is public.
 
   Returns:
-    The address of the repository in a browser.
+    The URL of the repository.
 
   Raises:
-    UserError: it exists with the other visibility, or the Hub refuses.
+    UserError: the repository has the other visibility, or the Hub refuses.
   """
   uri, api = _parse(f'{SCHEME}{repo}'), huggingface_hub.HfApi()
   if uri.id != repo:
     raise errors.UserError(f'--repo={repo} must be ORG/NAME.')
   with _as_user_errors(uri):
     url = api.create_repo(repo, private=not public, exist_ok=True)
-    # The client leaves the visibility of a repository that exists.
+    # The client does not change the visibility of an existing repository.
     if api.repo_info(repo).private == public:
       raise errors.UserError(
         f'{url} exists and is {"private" if public else "public"};'
@@ -165,7 +165,7 @@ def push(folder: pathlib.Path, repo: str, *, public: bool) -> str:
       repo_id=repo,
       folder_path=folder,
       commit_message='Upload a model of encdec_adapt',
-      # Shards of an earlier upload would be read with the new ones.
+      # Stale shards would be read along with the new ones.
       delete_patterns=['*.safetensors', '*.safetensors.index.json'],
     )
   return str(url)
@@ -200,8 +200,8 @@ def _as_user_errors(uri: Any) -> Iterator[None]:
     # Disk errors have an errno; the client's errors have none.
     if getattr(error, 'errno', None) is not None:
       raise
-    # Without an answer the client falls back to its cache, and raises that the
-    # cache lacks the file.
+    # Without an answer, the client falls back to its cache, and raises an error
+    # about the missing cache entry.
     cause = error
     if not isinstance(error, httpx2.HTTPError):
       cause = error.__cause__ or error

@@ -1,6 +1,6 @@
-"""Arrays that are read, or computed, on demand.
+"""Arrays read or computed on demand.
 
-This module must not import jax: such arrays may be larger than a device.
+This module must not import jax: lazy arrays may be larger than a device.
 """
 
 from collections.abc import Callable
@@ -12,12 +12,12 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class LazyArray:
-  """An array that is read on demand, whole or in parts.
+  """An array read on demand, in full or in slices.
 
   Attributes:
-    shape: shape of the whole array.
+    shape: shape of the full array.
     dtype: dtype of the array.
-    read_part: index (a tuple with a slice for each dimension) -> that part.
+    read_part: index (a tuple of one slice per dimension) -> the slice.
   """
 
   shape: tuple[int, ...]
@@ -31,19 +31,19 @@ class LazyArray:
 
   @property
   def nbytes(self) -> int:
-    """Size of the whole array in bytes, as stored."""
+    """Size of the full array in bytes, as stored."""
     return self.size * np.dtype(self.dtype).itemsize
 
   def __getitem__(self, index: int | tuple[int, ...]) -> np.ndarray:
-    """Reads the part at an index into the first axis, or the first axes."""
+    """Reads a slice, at an index into the leading axes."""
     index = index if isinstance(index, tuple) else (index,)
-    # Readers take slices only, so that a part has the dimensions of the array.
+    # `read_part` takes only slices, to keep all dimensions.
     slices = [slice(i, i + 1) for i in index]
     slices += [slice(None)] * (len(self.shape) - len(index))
     return self.read_part(tuple(slices))[(0,) * len(index)]
 
   def __array__(self, dtype=None, copy=None) -> np.ndarray:
-    """Reads the whole array."""
-    del copy  # Every read makes a new array.
+    """Reads the full array."""
+    del copy  # Every read returns a new array.
     array = self.read_part((slice(None),) * len(self.shape))
     return array if dtype is None else array.astype(dtype)

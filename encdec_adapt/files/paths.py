@@ -1,24 +1,23 @@
-"""Local and bucket paths, and when a file or folder counts as written.
+"""Local and bucket paths, and atomic writes of files and folders.
 
-Every path that may be gs://BUCKET/NAME goes through here. A bucket has no
-renames, no appending and no folders, but writing an object is atomic. One rule
-covers both:
+All paths that may be gs://BUCKET/NAME use this module. Buckets have no rename,
+append or folders, but atomic writes of objects. One rule covers both:
 
 - A file is written to a temporary name, synced and renamed; in a bucket it is
   one upload. `write` does either.
-- A folder is made under a temporary name and renamed, by `new_folder` or
+- A folder is created under a temporary name and renamed, by `new_folder` or
   Orbax; in a bucket it is complete once it has its marker, written last:
   config.json of a model, manifest.json of records, commit_success.txt and
   then the checksum manifest of a checkpoint. `remove` and `move` delete the
   markers first.
 
-Functions here take paths of both kinds. Callers ask `is_bucket` where the two
-differ in kind:
+The functions accept both kinds of paths. Callers test `is_bucket` where the
+kinds differ fundamentally:
 
-- an append log is several objects (`append_log`), and a lock is an object that
-  its holder renews (`cluster.lock`);
+- an append log is several objects (`append_log`), and a lock is an object
+  renewed by its holder (`cluster.lock`);
 - the store has checksums of its objects (`checkpoints.checksums`), and a step
-  is committed by its marker and not by its name (`checkpoints.step_folders`);
+  is committed by a marker instead of its name (`checkpoints.step_folders`);
 - a new folder is drafted on a local disk and uploaded (`huggingface.new_folder`
   with `export` and `stored.work_directory`); only disks have a limit
   (`disk`);
@@ -27,9 +26,9 @@ differ in kind:
   `data.making.shard_jobs`), and remote workers reach buckets only
   (`data.making.pipeline_jobs`).
 
-Buckets are reached through etils.epath and gcsfs, whether TensorFlow is
-installed or not; arrays are Orbax's and TensorStore's. This module must not
-import anything of the package but errors.
+Buckets are accessed through etils.epath and gcsfs, whether TensorFlow is
+installed or not; arrays through Orbax and TensorStore. Of the package, this
+module must import only errors.
 """
 
 import base64
@@ -55,7 +54,7 @@ AnyPath = str | os.PathLike[str]
 
 SCHEME = 'gs://'
 _THREADS = 16  # Objects copied in parallel.
-# Bytes read from an open object at a time: every read is a request.
+# Read buffer of an open object in bytes: every read is a request.
 _BLOCK = 1 << 20
 
 
@@ -68,8 +67,8 @@ def at(path: AnyPath) -> Path:
   """Returns a path object for a local path or bucket address.
 
   Raises:
-    UserError: the address is of another store than GCS or has no bucket, or
-      the bucket cannot be reached (gcsfs or credentials are missing).
+    UserError: the address is not on GCS or has no bucket, or the bucket cannot
+      be reached (gcsfs or credentials are missing).
   """
   if not is_bucket(path):
     return pathlib.Path(path)
@@ -87,14 +86,14 @@ def at(path: AnyPath) -> Path:
 
 
 def join(folder: AnyPath, *names: str) -> str:
-  """Joins names to a folder without looking anything up."""
+  """Joins names to a folder, without I/O."""
   if is_bucket(folder):
     return '/'.join([os.fspath(folder).rstrip('/'), *names])
   return str(pathlib.Path(folder, *names))
 
 
 def absolute(path: AnyPath) -> Path:
-  """Returns the absolute path without links: every file has a single one."""
+  """Returns the canonical absolute path, with links resolved."""
   path = at(path)
   # etils would prepend the current folder to an address.
   return path if is_bucket(path) else path.resolve()
@@ -103,18 +102,18 @@ def absolute(path: AnyPath) -> Path:
 def size(path: Path) -> int:
   """Returns the size of a file in bytes."""
   stat = path.stat()
-  # etils names the fields of an object in its own way.
+  # etils renames the fields of an object.
   return stat.length if is_bucket(path) else stat.st_size
 
 
 def user_cache(name: str) -> pathlib.Path:
-  """Returns a folder of this package in $XDG_CACHE_HOME, or in ~/.cache."""
+  """Returns a cache folder of this package, in $XDG_CACHE_HOME or ~/.cache."""
   cache = os.environ.get('XDG_CACHE_HOME') or '~/.cache'
   return pathlib.Path(cache).expanduser() / 'encdec_adapt' / name
 
 
 def version(path: Path) -> str:
-  """Returns size and time of a file, which change when it is replaced."""
+  """Returns size and mtime of a file as its version."""
   stat = path.stat()
   return f'{size(path)} {stat.mtime if is_bucket(path) else stat.st_mtime}'
 
@@ -148,7 +147,7 @@ def sync(path: AnyPath) -> None:
 
 
 def write(path: AnyPath, data: bytes) -> None:
-  """Writes a file atomically, making its folder.
+  """Writes a file atomically; creates its folder.
 
   Args:
     path: file to create or replace.
@@ -159,7 +158,7 @@ def write(path: AnyPath, data: bytes) -> None:
   """
   path = at(path)
   if is_bucket(path):
-    # An object appears when its upload ends, so it needs no draft.
+    # No draft: an object appears only when its upload ends.
     with _as_os_errors(path):
       _gcs().pipe_file(str(path), data)
     return
@@ -176,10 +175,10 @@ def write(path: AnyPath, data: bytes) -> None:
 
 
 def copy(source: AnyPath, target: AnyPath) -> None:
-  """Copies a file, comparing checksums if it goes into or out of a bucket.
+  """Copies a file, and compares checksums to or from a bucket.
 
   Raises:
-    OSError: it cannot be read or written, or arrived damaged.
+    OSError: the file cannot be read or written, or the copy is damaged.
   """
   source, target = at(source), at(target)
   if not is_bucket(source) and not is_bucket(target):
@@ -187,12 +186,12 @@ def copy(source: AnyPath, target: AnyPath) -> None:
     return
   local, remote = (target, source) if is_bucket(source) else (source, target)
   with _as_os_errors(remote):
-    if is_bucket(local):  # The store copies and checks the object itself.
+    if is_bucket(local):  # The store copies and verifies the object.
       _gcs().cp_file(str(source), str(target))
       return
     transfer = _gcs().get_file if remote is source else _gcs().put_file
     transfer(str(source), str(target))
-    # gcsfs would need crcmod for this.
+    # Done here, as gcsfs would need crcmod.
     digest = _described(_gcs().info(str(remote)))['digest']
   if file_crc32c(local) != digest:
     raise OSError(f'{target} differs from {source}: the copy was damaged')
@@ -202,15 +201,14 @@ def remove(folder: Path, markers: Sequence[str] = ()) -> None:
   """Removes a folder with its content.
 
   Args:
-    folder: need not exist.
-    markers: files in it that mark it as complete; in a bucket they are
-      removed first.
+    folder: the folder; may be missing.
+    markers: files that mark it as complete; removed first in a bucket.
   """
   if not is_bucket(folder):
     if folder.exists():
       shutil.rmtree(folder)
     return
-  # A kill in between then leaves a folder that nobody takes for complete.
+  # So that a kill in between leaves an incomplete folder.
   for name in markers:
     (folder / name).unlink(missing_ok=True)
   names = [str(folder / name) for name in objects(folder)]
@@ -240,8 +238,8 @@ def move(folder: Path, target: Path, markers: Sequence[str] = ()) -> None:
 def upload(folder: pathlib.Path, target: Path, marker: str = '') -> None:
   """Copies a local folder into a bucket, its marker last.
 
-  Files that are there already with the same content are skipped, so that an
-  interrupted upload resumes.
+  Skips files already uploaded with the same content, to resume an interrupted
+  upload.
 
   Args:
     folder: local folder.
@@ -255,7 +253,7 @@ def upload(folder: pathlib.Path, target: Path, marker: str = '') -> None:
 
   def put(name: str) -> None:
     entry, path = uploaded.get(name), folder / name
-    # The size first: a checksum reads the whole file.
+    # Compare sizes first, as a checksum reads the whole file.
     same = entry and entry['bytes'] == size(path)
     if not same or entry['digest'] != file_crc32c(path):
       copy(path, target / name)
@@ -267,11 +265,11 @@ def upload(folder: pathlib.Path, target: Path, marker: str = '') -> None:
 
 @contextlib.contextmanager
 def staged(folder: AnyPath) -> Iterator[pathlib.Path]:
-  """Provides a local folder for software that writes to file systems only.
+  """Provides a local folder for software without bucket support.
 
   Yields:
-    The folder itself, made if need be; for a bucket a temporary folder, which
-    is uploaded at the end.
+    The folder itself, created if missing; for a bucket, a temporary folder to
+    be uploaded at the end.
   """
   folder = at(folder)
   if not is_bucket(folder):
@@ -287,7 +285,7 @@ def read_range(path: Path, offset: int, nbytes: int) -> bytes:
   """Reads `nbytes` bytes of an object from `offset` on.
 
   Raises:
-    OSError: it cannot be read, or is too short.
+    OSError: the object cannot be read, or is too short.
   """
   with _as_os_errors(path):
     data = _gcs().cat_file(str(path), start=offset, end=offset + nbytes)
@@ -300,13 +298,13 @@ def objects(folder: Path) -> dict[str, dict[str, Any]]:
   """Lists the objects below a folder of a bucket.
 
   Returns:
-    Mapping from name relative to the folder to `bytes` and `digest`, the
-    hexadecimal CRC32C that the store computed when it received the object.
+    Name relative to the folder -> `bytes` and `digest`, the hexadecimal CRC32C
+    computed by the store on upload.
   """
   with _as_os_errors(folder):
     entries = _gcs().find(str(folder), detail=True)
   start = len(str(folder).removeprefix(SCHEME).rstrip('/')) + 1
-  # Without the entry of the folder itself, which some tools upload.
+  # Skip the entry of the folder itself, uploaded by some tools.
   return {
     name[start:]: _described(info)
     for name, info in entries.items()
@@ -315,18 +313,17 @@ def objects(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def matching(pattern: str) -> dict[str, dict[str, Any]]:
-  """Lists the files that match a glob.
+  """Lists the files matching a glob.
 
   Args:
-    pattern: glob, in which `**` matches any depth.
+    pattern: glob; `**` matches any depth.
 
   Returns:
-    Mapping from path to `bytes`, and in a bucket `digest` as of `objects`,
-    sorted.
+    Path -> `bytes`, and in a bucket `digest` (see `objects`), sorted.
 
   Raises:
     UserError: the bucket cannot be reached.
-    OSError: it cannot be listed, or `**` is only part of a name.
+    OSError: the bucket cannot be listed, or `**` is only part of a name.
   """
   if not is_bucket(pattern):
     files = filter(os.path.isfile, sorted(glob.glob(pattern, recursive=True)))
@@ -347,10 +344,10 @@ def _described(info: dict[str, Any]) -> dict[str, Any]:
 
 
 def open_to_read(path: AnyPath) -> BinaryIO:
-  """Opens a file for reading, with a buffer if it is in a bucket.
+  """Opens a file for reading, buffered in a bucket.
 
   Raises:
-    OSError: it does not exist.
+    OSError: the file does not exist.
   """
   file = at(path).open('rb')
   return io.BufferedReader(file, _BLOCK) if is_bucket(path) else file
@@ -363,7 +360,7 @@ def file_crc32c(path: Path) -> str:
     UserError: the module that computes it is not installed.
   """
   packages.require(f'a {SCHEME} path', 'gcs', 'google_crc32c')
-  # Here, as it is installed for buckets only.
+  # Local import, as it is installed only for buckets.
   import google_crc32c
 
   checksum = google_crc32c.Checksum()
@@ -377,9 +374,9 @@ def key_value_store(folder: Path) -> Any:
   """Opens a folder of a bucket in TensorStore, for conditional writes.
 
   Raises:
-    ValueError: it cannot be opened.
+    ValueError: the folder cannot be opened.
   """
-  # Here, as it takes long to import and only locks need it.
+  # Local import, as it is slow and only locks need it.
   import tensorstore
 
   bucket, _, name = str(folder).removeprefix(SCHEME).partition('/')
@@ -390,21 +387,21 @@ def key_value_store(folder: Path) -> Any:
 
 def _each(names, function) -> None:
   with futures.ThreadPoolExecutor(_THREADS) as pool:
-    list(pool.map(function, names))  # The list raises the threads' errors.
+    list(pool.map(function, names))  # `list` raises errors of threads.
 
 
 @functools.cache
 def _connect() -> None:
   packages.require(f'a {SCHEME} path', 'gcs', 'gcsfs')
-  # etils prefers TensorFlow where it is installed, and caches whether it is.
+  # etils prefers an installed TensorFlow, and caches this decision.
   os.environ['EPATH_USE_TF'] = 'false'
   epath.gpath._is_tf_installed.cache_clear()
   from fsspec import config
 
-  # These libraries log tracebacks of failures that they also raise.
+  # These libraries log tracebacks of errors they also raise.
   for name in ('gcsfs', 'google.auth._default'):
     logging.getLogger(name).setLevel(logging.CRITICAL)
-  # A cached listing would hide what other hosts write.
+  # A cached listing would hide the writes of other hosts.
   for name in ('gs', 'gcs'):
     config.conf.setdefault(name, {})['use_listings_cache'] = False
 
@@ -426,7 +423,8 @@ def _reach(bucket: str) -> None:
     AbsentError: the bucket does not answer, which may be temporary.
   """
   try:
-    # A lookup of an object cannot tell a missing object from a missing bucket.
+    # An object lookup does not distinguish a missing object from a missing
+    # bucket.
     with _as_os_errors(epath.Path(SCHEME + bucket)):
       _gcs().call('GET', 'b/{}/o', bucket, maxResults=1, json_out=True)
   except ConnectionError as error:
@@ -449,7 +447,7 @@ def _as_os_errors(path: AnyPath) -> Iterator[None]:
   """Raises gcsfs' errors as OSError, temporary ones as ConnectionError."""
   try:
     yield
-  # The errors of `requests` are OSErrors as well.
+  # The errors of `requests` are also OSErrors.
   except (FileNotFoundError, errors.UserError):
     raise
   except Exception as error:
@@ -462,8 +460,8 @@ def _as_os_errors(path: AnyPath) -> Iterator[None]:
 def _is_temporary(error: Exception) -> bool:
   from gcsfs import retry
 
-  # gcsfs also retries refused credentials, as a token may have expired; here
-  # its retries are exhausted.
+  # gcsfs retries refused credentials (expired tokens); here its retries are
+  # exhausted.
   if str(getattr(error, 'code', '')) == '401':
     return False
   # Errors of google.auth state whether a retry may help.

@@ -1,6 +1,6 @@
 """Reads lines of a text file, keyed by file and line for error messages.
 
-This module must not know the format of the lines, except that of JSON.
+This module must not know the format of lines other than JSON.
 """
 
 import io
@@ -19,7 +19,7 @@ def read(path: str) -> dict[str, str]:
     path: path of the file; '-' for standard input.
 
   Returns:
-    'PATH, line N', or 'standard input, line N' -> the line.
+    'PATH, line N' or 'standard input, line N' -> the line.
 
   Raises:
     UserError: the file cannot be read, is not UTF-8, or is empty.
@@ -29,7 +29,7 @@ def read(path: str) -> dict[str, str]:
     if path == '-':
       text = sys.stdin.read()
     else:
-      # Not `decode`, which keeps the line ends of other systems.
+      # Not `decode`, which would keep foreign line ends.
       data = io.BytesIO(decompression.read(path))
       text = io.TextIOWrapper(data, 'utf-8').read()
   except (OSError, UnicodeDecodeError) as error:
@@ -38,17 +38,17 @@ def read(path: str) -> dict[str, str]:
     ) from error
   if not text:
     raise errors.UserError(f'{name} is empty; it needs at least one line.')
-  # Not splitlines(), which also splits at form feeds and the like.
+  # Not splitlines(), which would also split at form feeds.
   text = text.removeprefix('\ufeff').removesuffix('\n')
   lines = enumerate(text.split('\n'), 1)
   return {f'{name}, line {number}': line for number, line in lines}
 
 
 def read_json(path: str) -> dict[str, Any]:
-  """Reads a file with a JSON value per line; as `read`.
+  """Reads a file with a JSON value per line; see `read`.
 
   Raises:
-    UserError: a line is not JSON, or see `read`.
+    UserError: a line is not JSON; see also `read`.
   """
   values = {}
   for label, line in read(path).items():
