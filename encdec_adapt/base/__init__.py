@@ -1,5 +1,5 @@
-"""Errors, exit statuses, config keys, strings of options, module discovery.
+"""Errors, exit statuses, config keys, option strings, module discovery.
 
-The lowest folder: everything may import it, and it imports nothing of the
-package.
+The lowest folder: every module may import it, and it must not import other
+folders of the package.
 """

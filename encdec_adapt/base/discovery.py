@@ -1,7 +1,7 @@
-"""Modules of a package that are found, not listed.
+"""Automatic discovery of the modules of a package.
 
-Objectives and losses are such modules: adding one changes no other file. This
-module must not import anything of the package.
+Objectives and losses are discovered, so that adding one changes no other file.
+This module must not import anything of the package.
 """
 
 from collections.abc import Iterator
@@ -14,8 +14,8 @@ def modules_of(package: ModuleType) -> Iterator[ModuleType]:
   """Imports and yields the modules of a package, in alphabetical order.
 
   Args:
-    package: the package, which may be half imported: a module of it may call
-      this, and is yielded as it is.
+    package: the package, possibly partially imported: one of its modules may
+      call this function, and is yielded as is.
   """
   for module in pkgutil.iter_modules(package.__path__):
     yield importlib.import_module(f'{package.__name__}.{module.name}')

@@ -8,25 +8,25 @@ import difflib
 
 
 class UserError(ValueError):
-  """Bad input: names the thing, its value and the remedy in a paragraph.
+  """Bad input: names key, value and remedy in one paragraph.
 
   Mains print it without a traceback and exit with status 2, before any long
-  work has started and with nothing half written.
+  work and without partial output.
   """
 
 
 class AbsentError(UserError):
   """A process of the job, its machine, or a bucket did not answer in time.
 
-  The input is right: mains exit with a status on which launchers restart the
+  The input is valid: mains exit with a status that makes launchers restart the
   job.
   """
 
 
 class DivergedError(UserError):
-  """Training stopped or ended with updates or losses that are not finite.
+  """Training stopped or ended with non-finite updates or losses.
 
-  Mains exit with a status of its own, on which launchers restart nothing.
+  Mains exit with a separate status that launchers do not restart on.
   """
 
 
@@ -34,10 +34,10 @@ def user_error_behind(error: BaseException) -> UserError | None:
   """Returns the `UserError` that caused an exception, or None.
 
   Args:
-    error: searched with its chain of `__cause__`.
+    error: the exception; searched along `__cause__`.
   """
-  # Only `raise from` counts: an error that was merely being handled
-  # (`__context__`) need not be the reason.
+  # Only `raise from` counts: an error being handled (`__context__`) need not be
+  # the cause.
   cause: BaseException | None = error
   while cause is not None and not isinstance(cause, UserError):
     cause = cause.__cause__

@@ -14,36 +14,35 @@ from absl import flags
 from encdec_adapt.base import errors
 
 # Exit statuses besides 0 and Python's 1 for an unexpected exception; launchers
-# restart on all but the first two, and nobody presses Ctrl-C there. The table
-# of all is in launch/README.md.
+# restart on all but the first two (Ctrl-C does not occur there). See the table
+# in launch/README.md.
 USER_ERROR = 2
-# The losses of a job are not finite: the same command diverges again.
+# Non-finite losses: the same command would diverge again.
 DIVERGED = 3
-# EX_TEMPFAIL: stopped by a signal and saved; the same command resumes.
+# EX_TEMPFAIL: stopped by a signal and saved; repeating the command resumes.
 RESTART = 75
 # 128 + SIGINT, as shells report it: stopped by Ctrl-C.
 INTERRUPTED = 130
-# Ended by the watchdog, or another process of the job did not answer in time.
+# Ended by the watchdog, or a peer process did not answer in time.
 HANG = 76
-# 128 + SIGPIPE: the reader of standard output has ended, such as `| head`.
+# 128 + SIGPIPE: the reader of standard output, such as `| head`, has exited.
 CLOSED_OUTPUT = 141
-# SIGABRT: jax aborts a process when another process of the job is missing or
-# has died.
+# SIGABRT: jax aborts a process if a peer is missing or has died.
 ABORT = 134
 
 
 def guard(function: Callable[..., Any], *arguments: Any) -> Any:
-  """Calls a function; prints a user error as a paragraph and exits.
+  """Calls a function; prints user errors as a paragraph and exits.
 
-  There is no traceback, and the exit status is that of the error. Ctrl-C ends
-  with a line, too, and an output that nobody reads without one.
+  Exits without a traceback, with the status of the error. Ctrl-C prints one
+  line, and a closed standard output nothing.
   """
   try:
     return function(*arguments)
   except BrokenPipeError:
     if _has_reader(sys.stdout):
       raise  # Another pipe broke.
-    # Python flushes the output once more at exit.
+    # Python flushes standard output again at exit.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(CLOSED_OUTPUT)
   except KeyboardInterrupt:
@@ -51,7 +50,7 @@ def guard(function: Callable[..., Any], *arguments: Any) -> Any:
     print('interrupted', file=sys.stderr, flush=True)
     sys.exit(INTERRUPTED)
   except (errors.UserError, flags.Error) as error:
-    # Output first, where both streams go into the same file.
+    # Flush output first, in case both streams go into the same file.
     sys.stdout.flush()
     print(f'Error: {" ".join(str(error).split())}', file=sys.stderr, flush=True)
     sys.exit(status(error))
@@ -64,8 +63,8 @@ def _has_reader(output: TextIO) -> bool:
 
 
 def status(error: BaseException) -> int:
-  """Returns the exit status of a process that ends with an exception."""
-  # As Python does: a text or an object as code means failure.
+  """Returns the exit status for an exception."""
+  # Like Python: a non-integer code means failure.
   if isinstance(error, SystemExit):
     return error.code if isinstance(error.code, int) else int(bool(error.code))
   if isinstance(error, errors.AbsentError):

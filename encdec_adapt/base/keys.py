@@ -1,9 +1,9 @@
-"""Configuration keys: each is stated once, as a field of a frozen dataclass.
+"""Configuration keys, each defined once as a field of a frozen dataclass.
 
-A section of the configuration is a frozen dataclass. Its fields are made by
-`key`, with default, documentation and bounds, or by `section`: a section within
-it. The section lives next to its user; `encdec_adapt.config` assembles all of
-them. This module must not import anything of the package but user errors.
+A section of the configuration is a frozen dataclass. Its fields are declared
+with `key` (default, documentation, bounds) or with `section` (a nested
+section). A section is defined next to its user; `encdec_adapt.config` assembles
+all sections.
 """
 
 from collections.abc import Iterator, Mapping
@@ -29,13 +29,13 @@ class Key:
     at_most: highest allowed value, or None.
     below: value that must not be reached, or None.
     one_of: allowed values, or None for any.
-    name: name of the key where it differs from the field's.
-    none: value that stands for None in a configuration, since values there
-      keep their type; None where the field cannot be None.
+    name: name of the key, if different from the field's.
+    none: value for None in a configuration, as values there cannot change their
+      type; None if the field cannot be None.
     interval: whether the value is an interval of steps (`base.intervals`).
     names: whether the value is a tuple of names.
-    shared: whether the key belongs to the section as a whole, where the
-      dataclass is one of several choices with options of their own.
+    shared: whether the key belongs to the section itself, if the dataclass is
+      one of several choices with their own options.
     weights: whether the value is a tuple of weights.
   """
 
@@ -53,11 +53,11 @@ class Key:
   weights: bool = False
 
   def problem(self, value: Any) -> str:
-    """Returns the error in a value, or '' if it is right."""
-    # nan would pass the comparisons below, and inf has no use in any key.
+    """Returns the error in a value, or '' if it is valid."""
+    # nan would pass the comparisons below, and no key uses inf.
     if isinstance(value, float) and not math.isfinite(value):
       return 'it must be a finite number'
-    # A flag of a tuple takes one name each time that it is given.
+    # Flags of tuples are repeated, with one name each.
     if self.names and not all(name and ',' not in name for name in value):
       names = [x for name in value for x in name.split(',') if x]
       return f'no name may be empty or contain a comma; write "{tuple(names)}"'
@@ -79,10 +79,10 @@ class Key:
 
 
 def key(default: Any, doc: str, **bounds: Any) -> Any:
-  """Declares a dataclass field that is a configuration key.
+  """Declares a dataclass field as a configuration key.
 
   Args:
-    default: value of the field unless a configuration changes it.
+    default: default value.
     doc: documentation of the key.
     **bounds: the other fields of `Key`.
   """
@@ -93,12 +93,12 @@ def key(default: Any, doc: str, **bounds: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-  """A section within a section of the configuration.
+  """A nested section of the configuration.
 
   Attributes:
-    type: its dataclass, all of whose fields have defaults.
-    switch: its key whose default value turns it off: its other keys then have
-      their defaults. '' for a section that is always in force.
+    type: the section's dataclass; all fields must have defaults.
+    switch: key whose default turns the section off, with all other keys at
+      their defaults. '' for a section that is always on.
   """
 
   type: type
@@ -117,7 +117,7 @@ class Section:
 
 
 def section(type_: type, switch: str = '') -> Any:
-  """Declares a dataclass field that is a section of keys.
+  """Declares a dataclass field as a nested section.
 
   Args:
     type_: dataclass of the section.
@@ -129,7 +129,7 @@ def section(type_: type, switch: str = '') -> Any:
 
 
 def keys_of(section: Any) -> Iterator[tuple[str, str, Key, Any]]:
-  """Yields (key name, field name, Key, default) of a section's dataclass."""
+  """Yields (key name, field name, Key, default) of a section's keys."""
   for field in dataclasses.fields(section):
     info = field.metadata.get(_META)
     if isinstance(info, Key):
@@ -142,7 +142,7 @@ def shared(section: type) -> list[str]:
 
 
 def sections_of(section: Any) -> Iterator[tuple[str, Section]]:
-  """Yields (name, Section) of the sections within a section's dataclass."""
+  """Yields (name, Section) of the nested sections."""
   for field in dataclasses.fields(section):
     info = field.metadata.get(_META)
     if isinstance(info, Section):
@@ -150,16 +150,16 @@ def sections_of(section: Any) -> Iterator[tuple[str, Section]]:
 
 
 def check(section: Any, prefix: str, options: str = '') -> None:
-  """Checks every key of a section instance against its bounds.
+  """Checks all keys of a section against their bounds.
 
   Args:
     section: frozen dataclass instance.
-    prefix: text before the key in messages, such as 'config.train.'.
-    options: further text before keys that are not `shared`, such as 'dpo.'.
+    prefix: prefix of keys in messages, such as 'config.train.'.
+    options: further prefix of keys that are not `shared`, such as 'dpo.'.
 
   Raises:
-    UserError: names the key, its value and the bound; or an option is set of a
-      section that is off.
+    UserError: a value is out of bounds (names key, value and bound), or a
+      section that is off has a non-default option.
   """
   for name, field, info, _ in keys_of(section):
     value = getattr(section, field)
@@ -202,7 +202,7 @@ def make(section: type, values: Mapping[str, Any], **fields: Any) -> Any:
   Args:
     section: frozen dataclass.
     values: value of every key, by key name.
-    **fields: values of the fields that are not keys.
+    **fields: values of the other fields.
 
   Raises:
     UserError: a value is out of bounds.
@@ -211,10 +211,10 @@ def make(section: type, values: Mapping[str, Any], **fields: Any) -> Any:
     fields[name] = make(info.type, values[name])
   for name, field, info, _ in keys_of(section):
     value = values[name]
-    # Sections are hashable; a configuration that was read from JSON has lists.
+    # Sections must be hashable, but JSON has lists.
     if isinstance(value, list):
       value = tuple(value)
-    if info.names:  # A flag makes a number of a name such as 2024.
+    if info.names:  # Flags parse a name such as 2024 as a number.
       value = tuple(map(str, value))
     if info.weights:
       value = tuple(map(float, value))
@@ -229,13 +229,13 @@ def require_defaults(
   prefix: str,
   reason: str,
 ) -> None:
-  """Refuses options that are not read.
+  """Checks that unused options have their defaults.
 
   Args:
     values: value of every key, by key name.
     standard: the default of each option.
-    prefix: text before the key in messages, such as 'config.loss.dpo.'.
-    reason: why they are not read, as a clause.
+    prefix: prefix of keys in messages, such as 'config.loss.dpo.'.
+    reason: why the options are unused, as a clause.
 
   Raises:
     UserError: an option differs from its default.
@@ -252,12 +252,12 @@ def require_defaults(
 def complete(
   saved: Mapping[str, Any], defaults: Mapping[str, Any], prefix: str = ''
 ) -> tuple[dict[str, Any], list[str]]:
-  """Returns a saved configuration with the keys of this version.
+  """Completes a saved configuration with the keys of this version.
 
   Args:
     saved: sections and values by key name; keys may be missing.
     defaults: every section and key with its default.
-    prefix: full name of the section with a point, such as 'train.'.
+    prefix: full name of the section with a dot, such as 'train.'.
 
   Returns:
     All sections and values, and 'section.key = default' of missing keys.
@@ -291,18 +291,18 @@ def page(
   Args:
     section: frozen dataclass.
     values: value of every key, by key name.
-    prefix: text before the key, such as 'config.train.'.
-    full: whether to list all keys of sections that are off; else their switch
-      alone.
+    prefix: prefix of keys, such as 'config.train.'.
+    full: whether to list all keys of sections that are off, or only their
+      switch.
 
   Returns:
-    For each key its documentation as comment lines, then `prefix.key = value`.
+    Each key's documentation as comment lines, followed by `prefix.key = value`.
   """
   lines = []
   for name, _, info, _ in keys_of(section):
     if name in values:
       text = info.doc
-      # Many documentations explain the values, and so name all of them.
+      # Do not repeat values already explained in the documentation.
       if not all(str(choice) in text for choice in info.one_of or ()):
         text += f' One of {", ".join(map(str, info.one_of))}.'
       lines += [f'# {line}' for line in textwrap.wrap(text, 76)]

@@ -1,4 +1,4 @@
-r"""Strings of options, which keys, flags and sources share.
+r"""Option strings, shared by keys, flags and sources.
 
 | reader       | reads                         | as in                |
 |--------------|-------------------------------|----------------------|
@@ -6,13 +6,13 @@ r"""Strings of options, which keys, flags and sources share.
 | `phases`     | settings, each from a step on | rows:1,0; 9=rows:1,1 |
 | `key_values` | keys and values               | size=2b,run=adapted  |
 
-A thing has options after a colon (`Part.options`). Dividers inside of a JSON
-string in quotes do not divide, and a part that is such a string stands for its
-content (`Part.text`): `pairs:prefix="Question, or: "`, `text:"/data/a + b/*"`.
-`quote` is the inverse. The section "Strings of options" of `configs/README.md`
-explains all strings to users.
+A thing has options after a colon (`Part.options`). Dividers in a quoted JSON
+string are ignored, and a quoted part is read as its content (`Part.text`):
+`pairs:prefix="Question, or: "`, `text:"/data/a + b/*"`. `quote` is the inverse.
+The section "Strings of options" of `configs/README.md` documents all strings
+for users.
 
-This module must not import anything of the package but user errors.
+Of the package, this module must import only user errors.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,13 +31,13 @@ T = TypeVar('T')
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-  """Part of a string of options, which knows its column for messages.
+  """A part of an option string, with its column for messages.
 
   Attributes:
     label: name of the string in messages, such as 'config.data.rates'.
-    string: the whole string.
+    string: the full string.
     start: index of the first character of the part.
-    stop: index behind its last character; None for the string's end.
+    stop: end index (exclusive); None for the string's end.
   """
 
   label: str
@@ -52,10 +52,10 @@ class Part:
 
   @property
   def text(self) -> str:
-    """The content of a JSON string in quotes; other parts as they are.
+    """The part, unquoted if it is a JSON string.
 
     Raises:
-      UserError: the part begins with a quote and is no JSON string.
+      UserError: the part begins with a quote but is no JSON string.
     """
     try:
       return json.loads(self.raw) if self.raw.startswith('"') else self.raw
@@ -66,7 +66,7 @@ class Part:
     return bool(self.raw)
 
   def error(self, problem: str) -> errors.UserError:
-    """Returns the error that names the part and its column, from 1.
+    """Returns an error with the part and its 1-based column.
 
     Args:
       problem: verb and object for the part as subject: 'must be a number'.
@@ -77,7 +77,7 @@ class Part:
     )
 
   def strip(self) -> 'Part':
-    """Returns the part without spaces around it."""
+    """Returns the part without surrounding spaces."""
     text = self.raw
     start = self.start + len(text) - len(text.lstrip())
     return dataclasses.replace(
@@ -85,8 +85,8 @@ class Part:
     )
 
   def divide(self, divider: str) -> list['Part']:
-    """Divides the part wherever a pattern matches outside of quotes."""
-    # Quotes come first, so that the scan steps over them as a whole.
+    """Splits the part at matches of a pattern outside of quotes."""
+    # Match quotes first, so that the scan skips them.
     matches = re.finditer(f'{_QUOTED}|({divider})', self.raw)
     spans = [match.span() for match in matches if match[1]]
     starts = [0, *(stop for _, stop in spans)]
@@ -97,15 +97,15 @@ class Part:
     ]
 
   def partition(self, mark: str) -> tuple['Part', 'Part']:
-    """Divides the part at the first mark; without it the second is empty."""
+    """Splits the part at the first mark; without it, the second is empty."""
     head = self.divide(re.escape(mark))[0]
-    # Where there is no mark, the second part is empty at the end: an error
-    # points to the column in which it is missing.
+    # Without a mark, the second part is empty at the end, so that an error
+    # points to the column of the missing mark.
     start = min(head.stop + len(mark), self.start + len(self.raw))
     return head, dataclasses.replace(self, start=start)
 
   def options(self, divider: str = ',') -> list['Part']:
-    """Divides the text after the first colon; [] if there is none."""
+    """Splits the text after the first colon; [] without one."""
     options = self.partition(':')[1]
     return options.divide(divider) if options else []
 
@@ -114,12 +114,12 @@ class Part:
     values = dict(defaults)
     for item in filter(None, self.divide(',')):
       key, value = item.partition('=')
-      # An empty value is a value; without a sign the key is the whole item.
+      # An empty value is allowed; without '=', the key is the full item.
       if key.text not in defaults or key.stop == item.stop:
         pairs = ', '.join(f'{k}={v}' for k, v in defaults.items())
         hint = errors.nearest(key.text, defaults)
         raise item.error(f'must be KEY=VALUE of {pairs}{hint}')
-      # The type of the default, so that a number is not read as text.
+      # Convert to the type of the default.
       kind = type(defaults[key.text])
       values[key.text] = value.read(kind, f'of type {kind.__name__}')
     return values
@@ -134,11 +134,11 @@ class Part:
 
     Args:
       kind: converts text; raises ValueError.
-      form: form of the right values, for the message: 'a number above 0'.
-      accepts: returns whether a value is right.
+      form: the accepted values, for the message: 'a number above 0'.
+      accepts: returns whether a value is accepted.
 
     Raises:
-      UserError: the part has another form.
+      UserError: the part is not accepted.
     """
     try:
       value = kind(self.text)
@@ -150,7 +150,7 @@ class Part:
 
 
 def quote(text: str) -> str:
-  """Returns a text for a string of options, in quotes where it would divide."""
+  """Returns a text for an option string, quoted if it has dividers."""
   divides = re.search(r'[",;#]|^\s|\s[+|]\s|\s$|@[\d.]+$', text)
   return json.dumps(text, ensure_ascii=False) if divides else text
 
@@ -158,14 +158,14 @@ def quote(text: str) -> str:
 def things(
   label: str, string: str, divider: str, mark: str = '@'
 ) -> list[tuple[Part, float | None]]:
-  """Reads a list of things with their weights.
+  """Parses a list of things with optional weights.
 
   Args:
     label: name of the string in messages.
     string: things and dividers.
     divider: pattern between two things.
-    mark: precedes a weight. Text behind it that is not a number belongs to the
-      thing, as paths may contain the mark.
+    mark: precedes a weight. If no number follows, the mark belongs to the
+      thing, such as a path.
 
   Returns:
     Each thing, and its weight or None.
@@ -176,14 +176,14 @@ def things(
   weighted: list[tuple[Part, float | None]] = []
   for part in Part(label, string).divide(divider):
     thing = part.strip()
-    # The last mark, as the names of folders and users contain it too.
+    # The last mark, as names of folders and users may contain it.
     name, sign, number = thing.raw.rpartition(mark)
     try:
       weight = float(number if sign else 'none')
     except ValueError:
       weighted.append((thing, None))
       continue
-    # float() reads nan and inf too.
+    # float() also parses nan and inf.
     if not 0 < weight < math.inf:
       raise thing.error(
         f'has weight {weight:g} after the {mark}; it must be above 0'
@@ -194,24 +194,24 @@ def things(
 
 
 def phases(label: str, string: str) -> list[tuple[int, Part]]:
-  """Reads settings that follow one another: 'SETTING; STEP=SETTING; ..'.
+  """Parses a schedule of settings: 'SETTING; STEP=SETTING; ..'.
 
   Args:
     label: name of the string in messages.
-    string: settings with the steps at which they begin; 0 for the first.
+    string: settings with their first steps; 0 for the first setting.
 
   Returns:
-    Step and setting of each phase; none for ''.
+    Step and setting of each phase; empty for ''.
 
   Raises:
-    UserError: a step is missing, or is not above that before it.
+    UserError: a step is missing, or steps do not increase.
   """
   settings: list[tuple[int, Part]] = []
   for part in Part(label, string).divide(';') if string else []:
     setting, step = part.strip(), 0
     if settings:
-      # Options of a setting have an equals sign as well: the first is the
-      # step's, since a setting begins with its name.
+      # The first equals sign is the step's, as a setting begins with its name;
+      # options have equals signs too.
       number, setting = setting.partition('=')
       last = settings[-1][0]
       step = number.read(
@@ -224,12 +224,12 @@ def phases(label: str, string: str) -> list[tuple[int, Part]]:
 def key_values(
   label: str, string: str, defaults: Mapping[str, Any]
 ) -> dict[str, Any]:
-  """Reads keys and values: 'KEY=VALUE,KEY=VALUE'.
+  """Parses keys and values: 'KEY=VALUE,KEY=VALUE'.
 
   Args:
     label: name of the string in messages.
-    string: pairs of a key and a value.
-    defaults: every key with its default; a value keeps the type of its default.
+    string: keys and values.
+    defaults: every key with its default, which sets the type.
 
   Raises:
     UserError: a key is unknown, or a value has the wrong type.

@@ -1,6 +1,6 @@
-"""Packages that not every job needs: the extras of setup.py.
+"""Optional packages: the extras of setup.py.
 
-This module must not import anything of the package but `errors`.
+Of the package, this module must import only `errors`.
 """
 
 import importlib.util
@@ -12,12 +12,12 @@ _ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 def require(purpose: str, extra: str, *modules: str) -> None:
-  """Refuses work whose packages are not installed; imports none of them.
+  """Checks that packages are installed, without importing them.
 
   Args:
-    purpose: what needs them, the subject of the error, such as 'serving'.
-    extra: the extra of setup.py that installs them.
-    *modules: their top-level modules.
+    purpose: subject of the error, such as 'serving'.
+    extra: the extra of setup.py with the packages.
+    *modules: top-level modules of the packages.
 
   Raises:
     UserError: a module is missing; says how to install the extra.
@@ -36,7 +36,7 @@ def install_command(extra: str) -> str:
     extra: name of the extra in setup.py.
   """
   if not (_ROOT / 'setup.py').is_file():
-    # pip completes the installed package; the name is looked up nowhere.
+    # pip adds the extra to the installed package, without looking up its name.
     return f"pip install 'encdec_adapt[{extra}]'"
   folder = '.' if pathlib.Path.cwd() == _ROOT else _ROOT
   return f"pip install -e '{folder}[{extra}]'"

@@ -1,7 +1,7 @@
-"""Configurations that earlier versions saved, in the keys of this version.
+"""Translates configurations saved by earlier versions to current keys.
 
-The only module that knows earlier keys and values. It is called where something
-saved is read, never for flags, and no saved file is rewritten.
+Only this module knows earlier keys and values. It is called to read saved
+files, never for flags, and rewrites no saved file.
 """
 
 from collections.abc import Mapping
@@ -30,11 +30,10 @@ def translate(config: Mapping[str, Any]) -> Section:
   """Returns a saved configuration in the keys and values of this version.
 
   Args:
-    config: sections and values, as saved by this version or the one before.
+    config: sections and values saved by this or the previous version.
 
   Returns:
-    Sections and values; lists, which JSON has in the place of tuples, are
-    tuples.
+    Sections and values; JSON lists become tuples.
   """
   config = dict(_with_tuples(config))
   if 'model' in config:
@@ -67,7 +66,7 @@ def model(section: Mapping[str, Any], options: Mapping[str, Any]) -> Section:
 
   Args:
     section: the section of a run, or of a native folder.
-    options: options of the head that stood elsewhere before.
+    options: options of the head, formerly in other sections.
   """
   section = dict(_with_tuples(section))
   if 'head' not in section:
@@ -93,8 +92,8 @@ def native_model(content: Mapping[str, Any]) -> Section:
   """Returns section `model` of the config.json of a native folder.
 
   Args:
-    content: the file. It had the number of labels beside the section before, 1
-      for a reward model, 0 for other models than classifiers.
+    content: the file. Formerly it had the number of labels beside the section,
+      1 for a reward model and 0 for other models than classifiers.
   """
   labels = content.get('classes', 0)
   head = {'kind': 'labels', 'labels': labels} if labels > 1 else {}
@@ -102,7 +101,7 @@ def native_model(content: Mapping[str, Any]) -> Section:
 
 
 def _head(options: str, decoder: Section) -> Section:
-  """Returns section `head`: 'pooling=mean,projections=24+16' before."""
+  """Returns section `head`, formerly 'pooling=mean,projections=24+16'."""
   if not options:
     tied, scaled = decoder.get('tied_head', True), decoder.get('scaled_head')
     return {**_HEAD, 'tied': tied, 'scaled': bool(scaled)}
@@ -116,7 +115,7 @@ def _head(options: str, decoder: Section) -> Section:
 
 
 def _head_of_job(config: Section) -> Section:
-  """Returns the options of the head that loss or objective decided before."""
+  """Returns options of the head formerly set by loss or objective."""
   loss = config.get('loss', {}).get('kind', '')
   objectives = config.get('data', {}).get('objective', '')
   objective = option_strings.Part('', objectives).divide(r' \| ')[0]
@@ -135,18 +134,18 @@ def _head_of_job(config: Section) -> Section:
 
 
 def _positions(text: str) -> Section:
-  """Returns section `positions`: 'rotary' or 'relative:32,128' before."""
+  """Returns section `positions`, formerly 'rotary' or 'relative:32,128'."""
   kind, _, numbers = text.partition(':')
   buckets, distance = map(int, (numbers or '32,128').split(','))
   return {'kind': kind, 'buckets': buckets, 'distance': distance}
 
 
 def _scaling(text: str) -> Section:
-  """Returns section `rope_scaling`: 'llama3:8,1,4,8192' before."""
+  """Returns section `rope_scaling`, formerly 'llama3:8,1,4,8192'."""
   kind, _, numbers = text.partition(':')
   values = map(float, filter(None, numbers.split(',')))
   section = {'factor': 8.0, 'low': 1.0, 'high': 4.0, 'original_length': 8192.0}
-  # 'linear' has the first alone, 'none' has none.
+  # 'linear' has only the first, 'none' has none.
   section |= dict(zip(section, values, strict=False))
   length = int(section['original_length'])
   return {**section, 'kind': kind, 'original_length': length}
@@ -159,11 +158,11 @@ def _with_tuples(value: Any) -> Any:
 
 
 def _evaluation(text: str) -> Section:
-  """Returns section `evaluation`: 'loss=100,samples=5%,tasks/=1000' before."""
+  """Returns section `evaluation`, formerly 'loss=100,samples=5%'."""
   section: Section = {'loss': 0.0, 'samples': 0.0}
   tasks: dict[str, float] = {}
   for entry in filter(None, text.split(',')):
-    # The last mark, as the names of folders contain it too.
+    # The last mark, as names of folders may contain it.
     name, _, number = entry.strip().rpartition('=')
     values = section if name in section else tasks
     values[name] = _interval(number)
@@ -177,7 +176,7 @@ def _evaluation(text: str) -> Section:
 
 
 def _loss(section: Section) -> Section:
-  """Returns section `loss`: kind='dpo:beta=0.2 + cross_entropy@0.3' before."""
+  """Returns section `loss`, formerly 'dpo:beta=0.2 + cross_entropy@0.3'."""
   if 'distillation' not in section:
     return section
   text, *shares = section.pop('kind', '').split(' + ')
@@ -209,7 +208,7 @@ def _number(text: str) -> float | str:
 
 
 def _lora(text: str) -> Section:
-  """Returns section `train.lora`: 'rank=16,targets=attention+mlp' before."""
+  """Returns section `train.lora`, formerly 'rank=16,targets=attention+mlp'."""
   defaults = {'rank': 16 if text else 0, 'alpha': 0.0, 'targets': ''}
   defaults |= {'full': '', 'dropout': 0.0, 'rslora': 0, 'base': ''}
   section = option_strings.key_values('config.train.lora', text, defaults)
@@ -219,7 +218,7 @@ def _lora(text: str) -> Section:
 
 
 def _rollouts(text: str) -> Section:
-  """Returns section `train.rollouts`: 'samples=8,cut=0.5' before."""
+  """Returns section `train.rollouts`, formerly 'samples=8,cut=0.5'."""
   defaults = {'samples': 8, 'tokens': 0, 'temperature': 1.0, 'top_k': 0}
   defaults |= {'top_p': 1.0, 'cut': 'keep', 'max_kl': 0.0}
   section = option_strings.key_values('config.train.rollouts', text, defaults)
@@ -230,14 +229,14 @@ def _rollouts(text: str) -> Section:
 
 
 def _rewards(text: str) -> Section:
-  """Returns section `train.rewards`: 'answers + model:runs/rm@0.5' before."""
+  """Returns section `train.rewards`, formerly 'answers + model:runs/rm@0.5'."""
   section: Section = {'answers': 0.0, 'code': 0.0}
   names: dict[str, dict[str, float]] = {'model': {}, 'python': {}}
   parts = option_strings.things('config.train.rewards', text, r' \+ ')
   for part, weight in parts if text else ():
     kind, value = part.partition(':')
     weights = names[kind.text] if value else section
-    # Quotes may be around the file of a function alone.
+    # Only the file of a function may be quoted.
     entry = '#'.join(x.text for x in value.divide('#')) if value else part.text
     weights[entry] = weight or 1.0
   for key, weights in zip(('model', 'function'), names.values(), strict=True):
@@ -247,14 +246,14 @@ def _rewards(text: str) -> Section:
 
 
 def _interval(text: str) -> float:
-  """Returns the interval of '100', or of '10%', a share of the steps."""
+  """Returns the interval of '100', or of '10%', a fraction of the steps."""
   if not text.endswith('%'):
     return float(text)
-  # Below 1, from which on it is a number of steps: 100 % of them.
+  # 100 % must stay below 1, as 1 is a number of steps.
   return min(float(text[:-1]) / 100, math.nextafter(1, 0))
 
 
-@functools.cache  # A job may open a run as its source and as its teacher.
+@functools.cache  # A run may be both source and teacher of a job.
 def print_once(line: str) -> None:
   """Prints a line, once in a process."""
   print(line)

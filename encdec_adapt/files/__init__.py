@@ -1,4 +1,4 @@
 """Local and bucket paths, atomic writes, append-only logs, disk space.
 
-Of the package, only `base.errors` may be imported.
+Of the package, this folder must import only `base`.
 """

@@ -28,7 +28,7 @@ kinds differ fundamentally:
 
 Buckets are accessed through etils.epath and gcsfs, whether TensorFlow is
 installed or not; arrays through Orbax and TensorStore. Of the package, this
-module must import only errors.
+module must import only `base`.
 """
 
 import base64
