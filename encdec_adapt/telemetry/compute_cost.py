@@ -1,6 +1,6 @@
 """Cumulative compute of a run and its ancestors, in its summary.
 
-This module must not import models: it adds up numbers that callers count.
+This module must not import models: callers pass the numbers to add up.
 """
 
 from collections.abc import Mapping
@@ -20,13 +20,13 @@ class Cost:
 
   Attributes:
     rows: record rows consumed, the position in the data.
-    rows_of_parts: rows consumed of every part of a mixture
+    rows_of_parts: rows consumed of each part of a mixture
       (`data/records/row_order.py`).
     target_tokens: target tokens with nonzero weight.
-    total_tokens: encoder and decoder tokens that are not padding.
-    flops: model FLOPs as of `models.forward_flops`, with the teacher's.
-    seconds: time in training steps, without evaluation, saving and the steps
-      that were compiled first.
+    total_tokens: encoder and decoder tokens, without padding.
+    flops: model FLOPs (`models.forward_flops`), including the teacher's.
+    seconds: time in training steps, without evaluation, saving and steps with
+      compilation.
   """
 
   rows: int = 0
@@ -47,12 +47,12 @@ def read_sources(
   """Reads the totals of sources and their ancestors from their summaries.
 
   Args:
-    folders: models that a run starts from or distils from, name -> folder.
+    folders: source and teacher models of a run, name -> folder.
 
   Returns:
     `ledger`, totals by resolved path of each run, so that each counts once;
-    `not_counted`, sources with unknown totals: folders of other software, and
-    runs that have not ended. JSON serialisable.
+    `not_counted`, sources with unknown totals (foreign folders and unfinished
+    runs). JSON serializable.
   """
   ledger, not_counted = {}, []
   for name, path in folders.items():
@@ -70,18 +70,18 @@ def summarise(
   cost: Cost,
   sources: Mapping[str, Any],
 ) -> dict[str, Any]:
-  """Makes the summary of a finished run.
+  """Returns the summary of a finished run.
 
   Args:
     workdir: work directory of the run.
-    entries: entries to keep as they are: parameters, steps, losses.
+    entries: entries to copy: parameters, steps, losses.
     cost: totals of the run itself.
     sources: result of `read_sources` when the run started.
 
   Returns:
-    The summary; `inclusive` holds the totals with all sources.
+    The summary; `inclusive` has the totals with all sources.
   """
-  # By resolved path, so that an ancestor of several sources counts once.
+  # Keyed by resolved path, so that an ancestor of several sources counts once.
   key = str(paths_lib.absolute(workdir))
   ledger = sources['ledger'] | {key: cost.as_dict()}
   totals = ('target_tokens', 'total_tokens', 'flops', 'seconds')

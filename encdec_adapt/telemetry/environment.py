@@ -22,12 +22,12 @@ import jax
 
 from encdec_adapt.files import disk, paths
 
-# Packages that may change a result with their version; grain's index shuffle is
-# the order of the rows, and `platform_version` has the version of libtpu.
+# Packages with versions that may affect results; grain's index shuffle sets the
+# row order, and `platform_version` includes the version of libtpu.
 _EXACT = ('jax', 'jaxlib', 'flax', 'optax', 'grain')
 _PACKAGES = (*_EXACT, 'libtpu', 'tokamax', 'orbax-checkpoint', 'numpy')
 _PACKAGES += ('encdec_adapt',)
-# Change compiled programs or random numbers.
+# Options that affect compiled programs or random numbers.
 _JAX_OPTIONS = (
   'jax_default_matmul_precision',
   'jax_default_prng_impl',
@@ -38,7 +38,7 @@ _JAX_OPTIONS = (
 
 
 def report() -> dict[str, Any]:
-  """Returns all that could explain why two runs differ, JSON serialisable."""
+  """Returns possible causes of differences between runs, JSON serializable."""
   return {
     **versions(),
     **fingerprint(),
@@ -48,15 +48,15 @@ def report() -> dict[str, Any]:
 
 
 def fingerprint() -> dict[str, Any]:
-  """Returns the entries of `report` on which a bit-equal resume depends.
+  """Returns the entries of `report` required for a bit-equal resume.
 
   The caller adds mesh and config.
   """
   return {
     **{package: _version(package) for package in _EXACT},
     **_kind(),
-    # Numbers of devices and cores decide how sums are divided, so that rounding
-    # may differ.
+    # The numbers of devices and cores affect how sums are split, and so
+    # rounding.
     'devices': len(jax.devices()),
     'processes': jax.process_count(),
     'cores': _cores(),
@@ -66,7 +66,7 @@ def fingerprint() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-  """Returns versions of Python and packages; None where not installed."""
+  """Returns versions of Python and packages; None if not installed."""
   return {
     'python': platform.python_version(),
     **{package: _version(package) for package in _PACKAGES},
@@ -74,9 +74,9 @@ def versions() -> dict[str, str | None]:
 
 
 def options() -> dict[str, Any]:
-  """Returns options of the compiler and jax without using a device."""
+  """Returns options of the compiler and jax, without using a device."""
   return {
-    # Sorted, since the order of different flags has no effect.
+    # Sorted, as the order of flags has no effect.
     'xla_flags': ' '.join(sorted(os.environ.get('XLA_FLAGS', '').split())),
     **{option: getattr(jax.config, option) for option in _JAX_OPTIONS},
   }
@@ -97,7 +97,7 @@ def _kind() -> dict[str, str]:
 
 
 def cpu_multiplies_bfloat16() -> bool:
-  """Whether this processor is known to multiply in bfloat16."""
+  """Returns whether this CPU is known to multiply in bfloat16."""
   flags = _cpu_fields().get('flags', '').split()
   return 'avx512_bf16' in flags or 'amx_bf16' in flags
 
@@ -108,7 +108,7 @@ def source_digest() -> str:
   folder = pathlib.Path(__file__).resolve().parent.parent
   digest = hashlib.blake2b(digest_size=8)
   for path in sorted(folder.rglob('*.py')):
-    # Names too: a module that was moved is another program.
+    # Hash names too: a moved module is a different program.
     digest.update(path.relative_to(folder).as_posix().encode())
     digest.update(path.read_bytes())
   return digest.hexdigest()
@@ -116,13 +116,13 @@ def source_digest() -> str:
 
 def flat(tree: Mapping[str, Any]) -> dict[str, Any]:
   """Returns the leaves of a nested mapping by dotted key, as JSON values."""
-  # Through JSON, so that tuples equal the lists that a saved tree has.
+  # Through JSON, so that tuples equal the lists of a saved tree.
   return traverse_util.flatten_dict(json.loads(json.dumps(tree)), sep='.')
 
 
 def difference(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-  """Returns a line for every key in which two fingerprints differ."""
-  # A version that records another key must not hide the change.
+  """Returns a line for every different key of two fingerprints."""
+  # Compare the union of keys, as another version may record other keys.
   absent = 'not recorded'
   keys = sorted(saved.keys() | now.keys())
   pairs = ((key, saved.get(key, absent), now.get(key, absent)) for key in keys)
@@ -130,12 +130,12 @@ def difference(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def git_revision() -> str | None:
-  """Describes the checkout that this code runs from.
+  """Returns the git commit of this code.
 
   Returns:
-    Hash of the commit, with `-dirty` if there are local changes. Where git is
-    missing or does not track this file (an installed package), the hash in
-    $ENCDEC_ADAPT_GIT, which container images set, or None.
+    Hash of the commit, with `-dirty` for local changes. If git is missing or
+    does not track this file (an installed package), the hash in
+    $ENCDEC_ADAPT_GIT (set in container images), or None.
   """
   module = pathlib.Path(__file__).resolve()
 
@@ -161,23 +161,23 @@ def _version(package: str) -> str | None:
 
 
 def _cores() -> int | None:
-  # Only the cores that this process may use, as XLA counts them too.
+  # Only the cores available to this process, as counted by XLA.
   if hasattr(os, 'sched_getaffinity'):  # Not on macOS.
     return len(os.sched_getaffinity(0))
   return os.cpu_count()
 
 
 def _cpu() -> str:
-  """Returns the processor's model and a digest of its features.
+  """Returns the CPU's model and a digest of its features.
 
-  XLA compiles for the features, so hosts that differ in them may round
+  XLA compiles for the features, so hosts with other features may round
   differently.
   """
   fields = _cpu_fields()
   if not fields:
     return platform.processor()
   model = fields.get('model name', platform.machine())
-  # ARM calls them Features, and states no model.
+  # ARM has 'Features' and no model name.
   features = fields.get('flags', fields.get('Features', ''))
   digest = hashlib.blake2b(features.encode(), digest_size=4).hexdigest()
   return f'{model} ({digest})'
@@ -188,7 +188,7 @@ def _cpu_fields() -> dict[str, str]:
     text = pathlib.Path('/proc/cpuinfo').read_text(encoding='utf-8')
   except OSError:
     return {}
-  # The first paragraph is the first core; the others are alike.
+  # The first paragraph is the first core; the others are similar.
   return dict(
     [part.strip() for part in line.split(':', 1)]
     for line in text.split('\n\n')[0].splitlines()
@@ -200,22 +200,21 @@ def memory_high_water() -> dict[str, int]:
   """Returns the peak memory use of any device of this process.
 
   Returns:
-    `memory_peak_bytes`; of CPU devices the memory of the process, which they
-    share.
+    `memory_peak_bytes`; for CPU devices, the peak of the process.
   """
   stats = [device.memory_stats() for device in jax.local_devices()]
   peaks = [s['peak_bytes_in_use'] for s in stats if s]
   if not peaks:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    # In KiB, but in bytes on macOS.
+    # KiB, but bytes on macOS.
     peaks = [peak if sys.platform == 'darwin' else 1024 * peak]
   return {'memory_peak_bytes': max(peaks)}
 
 
 def memory_limit_and_use() -> tuple[int | None, int]:
-  """Returns bytes that JAX may use of a device of this process, and does use.
+  """Returns memory limit and use in bytes of this process's devices.
 
-  The smallest limit and the largest use over its devices; the limit is None if
+  The minimum limit and the maximum use over local devices; the limit is None if
   a device, such as a CPU, reports none.
   """
   stats = [device.memory_stats() or {} for device in jax.local_devices()]
@@ -225,10 +224,10 @@ def memory_limit_and_use() -> tuple[int | None, int]:
 
 
 def memory_free() -> int | None:
-  """Returns the bytes that are free on each device of this process.
+  """Returns the free bytes of each device of this process.
 
-  For CPU devices these are the available memory by Linux, divided by their
-  number. None where neither is known.
+  For CPU devices, the available memory of Linux divided by their number. None
+  if unknown.
   """
   stats = [device.memory_stats() for device in jax.local_devices()]
   if all(stats):
@@ -243,9 +242,9 @@ def memory_free() -> int | None:
 
 
 def foreign_processor_seconds() -> float | None:
-  """Returns the processor time of all other processes since the system started.
+  """Returns the CPU time of all other processes since boot.
 
-  In seconds over all processors; None where Linux does not say.
+  In seconds over all CPUs; None without Linux's statistics.
   """
   try:
     text = pathlib.Path('/proc/stat').read_text(encoding='utf-8')
@@ -258,13 +257,13 @@ def foreign_processor_seconds() -> float | None:
 
 
 def enable_compile_cache(folder: str | os.PathLike[str]) -> None:
-  """Keeps compiled programs in a folder; call before the first `jit`.
+  """Enables a persistent compilation cache; call before the first `jit`.
 
-  XLA compiles for the processor it runs on, and a folder may be shared by
-  machines or outlive them, so each kind of machine has a subfolder.
+  XLA compiles for the host CPU, and machines may share a folder, so each kind
+  of machine has a subfolder.
 
   Args:
-    folder: local folder or bucket address; made if need be. Processes may
+    folder: local folder or bucket address; created if missing. Processes may
       share it.
 
   Raises:
@@ -274,5 +273,5 @@ def enable_compile_cache(folder: str | os.PathLike[str]) -> None:
   digest = hashlib.blake2b(machine, digest_size=8).hexdigest()
   path = disk.require_writable(paths.join(folder, digest))
   jax.config.update('jax_compilation_cache_dir', str(paths.absolute(path)))
-  # Shorter compilations are not worth a file.
+  # Do not cache short compilations.
   jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.5)

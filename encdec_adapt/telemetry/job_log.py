@@ -1,6 +1,6 @@
-"""The log of a job: the lines that it prints, with date and time.
+"""The log of a job: its printed lines with timestamps.
 
-This module imports `files` and errors only.
+This module must import only `files` and errors.
 """
 
 import contextlib
@@ -17,10 +17,10 @@ FILE = 'train.log'
 
 
 class JobLog(contextlib.redirect_stdout):
-  """Context manager that copies what is printed to WORKDIR/train.log.
+  """Context manager that copies standard output to WORKDIR/train.log.
 
-  The log has every start of a job, each with its command, and how it failed.
-  Threads print whole lines, so it takes these from the end of a line on.
+  The log has every start of a job, with its command and any error. Only
+  complete lines are logged, so that threads do not interleave.
   """
 
   def __init__(self, workdir: str | os.PathLike[str], command: str):
@@ -28,11 +28,11 @@ class JobLog(contextlib.redirect_stdout):
 
     Args:
       workdir: work directory of the job, a local folder or a bucket address.
-      command: the job's command line; '' where it was started from Python.
+      command: the job's command line; '' if started from Python.
     """
     super().__init__(self)
     self._path, self._command = paths.at(workdir) / FILE, command
-    self._begun = ''  # A line without its end.
+    self._begun = ''  # An incomplete line.
 
   def __enter__(self) -> 'JobLog':
     self._terminal, self._file = sys.stdout, append_log.append(self._path)
@@ -48,13 +48,13 @@ class JobLog(contextlib.redirect_stdout):
     self._file.close()
 
   def write(self, text: str) -> int:
-    """Writes to the terminal, and whole lines to the log."""
+    """Writes to the terminal, and complete lines to the log."""
     *lines, self._begun = (self._begun + text).split('\n')
     self._record(*lines)
     return self._terminal.write(text)
 
   def __getattr__(self, name: str) -> Any:
-    """Whatever else a stream has (`flush`, `isatty`) is the terminal's."""
+    """Delegates other stream attributes (`flush`, `isatty`) to the terminal."""
     return getattr(self._terminal, name)
 
   def _record(self, *lines: str) -> None:

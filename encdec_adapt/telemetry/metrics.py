@@ -1,9 +1,9 @@
-"""Metrics of a run: a JSONL file, and what trackers show of it.
+"""Metrics of a run: a JSONL file, shown by trackers.
 
 `metrics.jsonl` has a line for each (kind, step): `{"kind": "train", "step": 3,
-"loss": ...}`; numbers that are not finite are strings ("NaN", "Infinity"),
-since JSON has no such numbers. Every line goes to the kernel in a single write,
-so that SIGKILL loses at most the line being written; for buckets see
+"loss": ...}`; non-finite numbers are strings ("NaN", "Infinity"), as JSON does
+not support them. Every line goes to the kernel in a single write, so that
+SIGKILL loses at most the line being written; for buckets, see
 `files.append_log`, and `flush` before a checkpoint. This module must not import
 models or data.
 """
@@ -25,17 +25,16 @@ _NON_FINITE = ('NaN', 'Infinity', '-Infinity')  # Python's names in JSON.
 
 
 class MetricWriter(contextlib.AbstractContextManager):
-  """Appends records; on resume drops those beyond the restored step.
+  """Appends records; on resume, drops records beyond the restored step.
 
-  A record of step s must be written before the checkpoint of step s is
-  saved: the records kept at a restart are exactly those that are not computed
-  again.
+  A record of step s must be written before the checkpoint of step s is saved,
+  so that a restart recomputes exactly the dropped records.
 
   Attributes:
     path: the JSONL file.
-    evaluations: step of each evaluation that is kept -> the metric that
-      decides which is the best.
-    dropped: records that were dropped.
+    evaluations: step of each kept evaluation -> the metric that selects the
+      best.
+    dropped: the dropped records.
   """
 
   def __init__(
@@ -46,15 +45,15 @@ class MetricWriter(contextlib.AbstractContextManager):
     tracked: Sequence[str] = (),
     config: Mapping[str, Any] | None = None,
   ):
-    """Opens the file and the trackers, making the folder if need be.
+    """Opens the file and the trackers; creates the folder if missing.
 
     Args:
-      folder: gets `metrics.jsonl` and the files of trackers.
-      first_step: number of steps done before this start; records beyond it
-        and a half-written line are dropped.
-      selects: metric of evaluations that decides which is the best.
+      folder: folder of `metrics.jsonl` and the files of trackers.
+      first_step: number of steps done before this start; later records and an
+        incomplete line are dropped.
+      selects: evaluation metric that selects the best step.
       tracked: names of trackers.
-      config: the configuration of the job, for them.
+      config: the configuration of the job, for the trackers.
 
     Raises:
       UserError: the folder cannot be written.
@@ -81,17 +80,17 @@ class MetricWriter(contextlib.AbstractContextManager):
 
     Args:
       kind: 'train', 'eval', ...
-      step: higher than in the last record of this kind.
-      values: numbers (numpy's and jax's too), or anything else that is JSON
-        serialisable; trackers show the numbers, as `kind/name`.
+      step: must increase among records of this kind.
+      values: numbers (including NumPy and JAX), or other JSON serializable
+        values; trackers show the numbers as `kind/name`.
 
     Raises:
-      UserError: the disk is full, or gone.
+      UserError: the disk is full or missing.
     """
     plain = {name: _plain(value) for name, value in values.items()}
     encoded = {name: _encode(value) for name, value in plain.items()}
     record = {'kind': kind, 'step': step, **encoded}
-    # Trackers take numbers only, and show non-finite ones.
+    # Trackers accept only numbers, including non-finite ones.
     scalars = {
       f'{kind}/{name}': float(value)
       for name, value in plain.items()
@@ -101,14 +100,14 @@ class MetricWriter(contextlib.AbstractContextManager):
     self._tell(lambda t: t.write(step, scalars))
 
   def show(self, name: str, step: int, rows: trackers.Rows) -> None:
-    """Shows a table on the trackers alone; its rows have the same keys."""
+    """Shows a table on the trackers; all rows must have the same keys."""
     self._tell(lambda t: t.table(name, step, rows))
 
   def flush(self) -> None:
-    """Writes everything through, so that SIGKILL loses nothing.
+    """Flushes all records, so that SIGKILL loses nothing.
 
     Raises:
-      UserError: the disk is full, or gone.
+      UserError: the disk is full or missing.
     """
     self._log.flush()
     self._tell(lambda t: t.flush())
@@ -138,7 +137,7 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     path: the JSONL file, or its folder.
 
   Returns:
-    The records, without a last line that is still being written.
+    The records, without an incomplete last line.
   """
   path = paths.at(path)
   path = path / FILE if path.is_dir() else path
@@ -153,7 +152,7 @@ def _records(log: append_log.Log) -> Iterator[dict[str, Any]]:
     if isinstance(record, dict) and {'kind', 'step'} <= record.keys():
       yield record
     else:
-      # A damaged line must not keep the run from being resumed.
+      # A damaged line must not prevent resuming.
       print(f'Warning: {line} is not a record; ignored.', file=sys.stderr)
 
 
@@ -162,7 +161,6 @@ def _plain(value: Any) -> Any:
 
 
 def _encode(value: Any) -> Any:
-  """Replaces a non-finite number with its name."""
   if isinstance(value, float) and not math.isfinite(value):
     return json.dumps(value)
   return value

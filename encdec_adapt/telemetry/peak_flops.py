@@ -1,15 +1,15 @@
-"""Peak FLOP/s of devices, which utilisation (MFU) is measured against.
+"""Peak FLOP/s of devices, for model FLOPs utilization (MFU).
 
-This module must not import `planner`, which reads the table.
+This module must not import `planner`, which uses the table.
 """
 
 from collections.abc import Sequence
 
 import jax
 
-# A substring of `device_kind`, of which the first match counts; the name of the
-# chip in `planner.chips` if its figures apply; dense bf16 FLOP/s from the
-# vendor's data sheet.
+# A substring of `device_kind` (the first match is used); the name of the chip
+# in `planner.chips` if its figures apply; dense bf16 FLOP/s from the vendor's
+# data sheet.
 KINDS = (
   ('TPU7x', 'tpu7x', 2307e12 / 2),  # A device is half of a chip.
   ('TPU v6', 'v6e', 918e12),
@@ -34,15 +34,15 @@ KINDS = (
 
 
 def peak(devices: Sequence[jax.Device]) -> float | None:
-  """Returns the FLOP/s of all devices, by the vendor's data sheet.
+  """Returns the total FLOP/s of devices from the vendor's data sheet.
 
   Args:
     devices: devices of one kind.
 
   Returns:
-    None for a device kind that is not in the table. CPUs are not: their clock
-    and the cores that a job gets are unknown, and a timed product is slower
-    than the fastest form that the compiler uses in a step.
+    None for a device kind missing from the table, such as CPUs: their clock and
+    available cores are unknown, and a timed matmul is slower than the fastest
+    form chosen by the compiler in a step.
   """
   kind = devices[0].device_kind
   return next((n * len(devices) for name, _, n in KINDS if name in kind), None)

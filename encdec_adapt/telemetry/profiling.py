@@ -1,8 +1,8 @@
 """Profiler traces of some steps, for TensorBoard and Perfetto.
 
-The configuration gives the first step and the number of steps; SIGUSR1 makes a
-running job trace the next `ON_SIGNAL` steps. If a trace cannot be written,
-the job prints a warning and continues. This module must not import training.
+The configuration sets the first step and the number of steps; SIGUSR1 makes a
+running job trace the next `ON_SIGNAL` steps. If a trace cannot be written, the
+job prints a warning and continues. This module must not import training.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ _request = threading.Event()  # A signal goes to the whole process.
 
 @contextlib.contextmanager
 def listening() -> Iterator[None]:
-  """Makes SIGUSR1 request a trace inside this context.
+  """Makes SIGUSR1 request a trace in this context.
 
   Must be entered in the main thread (Python's rule for signal handlers).
   """
@@ -32,13 +32,13 @@ def listening() -> Iterator[None]:
   try:
     yield
   finally:
-    # None stands for a handler that was not set from Python.
+    # None is a handler not set from Python.
     signal.signal(signal.SIGUSR1, previous or signal.SIG_DFL)
     _request.clear()
 
 
 class Profiler(contextlib.AbstractContextManager):
-  """Context manager around a loop, which calls it around each step."""
+  """Context manager to trace steps of a loop."""
 
   def __init__(
     self,
@@ -49,16 +49,16 @@ class Profiler(contextlib.AbstractContextManager):
     *,
     writing: Callable[[int], None] = lambda step: None,
   ):
-    """Stores which steps to trace.
+    """Stores the steps to trace.
 
     Args:
-      workdir: gets the folder `profile`.
-      process: index of this process, which gets a subfolder because jax names
-        traces by machine only; None for a job of a single process.
+      workdir: parent of the folder `profile`.
+      process: index of this process, for a subfolder, as jax names traces only
+        by machine; None for a single-process job.
       first: 0-based first step to trace.
       steps: number of steps to trace; 0 for none.
-      writing: called with the step before its trace is written, which may
-        take longer than a step.
+      writing: called with the step before writing its trace, which may take
+        longer than a step.
     """
     self._folder = paths.join(workdir, FOLDER)
     if process is not None:
@@ -92,7 +92,7 @@ class Profiler(contextlib.AbstractContextManager):
     """
     if self._until is None or step + 1 < self._until:
       return
-    # Steps are dispatched ahead of the device: the trace must see this one run.
+    # Dispatch is asynchronous: the trace must cover the execution of the step.
     jax.block_until_ready(result)
     self._writing(step)
     if self._stop():
@@ -104,11 +104,11 @@ class Profiler(contextlib.AbstractContextManager):
     with self._warned(), contextlib.ExitStack() as staged:
       folder = staged.enter_context(paths.staged(self._folder))
       jax.profiler.start_trace(str(folder))
-      # The staged folder is left, and uploaded, when the trace ends.
+      # The staged folder is uploaded when the trace ends.
       self._staged, self._until = staged.pop_all(), step + steps
 
   def _stop(self) -> bool:
-    # Before the write, so that a failure does not leave a trace to be ended.
+    # Reset before the write, so that a failure leaves no open trace.
     self._until = None
     with self._warned():
       with self._staged:

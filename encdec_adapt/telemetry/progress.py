@@ -1,6 +1,6 @@
-"""Progress lines: of a training job, of a transfer, of a list of examples.
+"""Progress lines of training jobs, transfers and evaluations.
 
-This module must not import models: callers give FLOPs and peaks.
+This module must not import models: callers pass FLOPs and peaks.
 """
 
 import collections
@@ -10,15 +10,15 @@ from typing import Any
 
 from encdec_adapt.files import disk
 
-# Called with the number of finished examples, and of all.
+# Called with the numbers of finished and of all examples.
 Report = Callable[[int, int], Any]
 
 
 class Progress:
-  """Measures rates over the recent steps and formats the progress line.
+  """Measures rates over recent steps and formats the progress line.
 
   Model FLOPs per step come from `models/forward_flops.py`; "of peak" is model
-  FLOPs utilisation, which does not count rematerialisation.
+  FLOPs utilization (MFU), without rematerialization.
   """
 
   def __init__(
@@ -33,10 +33,10 @@ class Progress:
     """Starts without rates.
 
     Args:
-      total_steps: number of steps of the whole job.
+      total_steps: number of steps of the job.
       flops_per_step: model FLOPs of one step over all devices.
-      peak: peak FLOP/s of all devices together.
-      window: number of steps over which rates are measured.
+      peak: total peak FLOP/s of all devices.
+      window: number of steps to measure rates over.
       clock: returns seconds.
     """
     self._total = total_steps
@@ -46,27 +46,27 @@ class Progress:
     self._marks = collections.deque[tuple[int, float, int]]([], window + 1)
 
   def update(self, step: int, tokens: int) -> None:
-    """Records that `step` steps are done, the last with `tokens` tokens."""
+    """Records the end of a step with `tokens` tokens; `step` counts from 1."""
     total = tokens + (self._marks[-1][2] if self._marks else 0)
     self._marks.append((step, self._clock(), total))
 
   def restart(self) -> None:
-    """Leaves out the steps until now, and the time of the next one.
+    """Excludes all previous steps, and the time of the next step.
 
-    A step that is compiled first says nothing about those that follow: the
-    device may run it while the host still returns from the compiler.
+    The time of a step with compilation is not representative: the device may
+    run it while the host still returns from the compiler.
     """
     self._marks.clear()
 
   def pause(self) -> None:
     """Excludes the time since the last update (evaluation, a save)."""
     pause = self._clock() - self._marks[-1][1]
-    # Later marks then have the distances that they would have without it.
+    # Shift the marks, to keep their distances as without the pause.
     for index, (step, seconds, tokens) in enumerate(self._marks):
       self._marks[index] = (step, seconds + pause, tokens)
 
   def rates(self) -> dict[str, float]:
-    """Returns `tokens_per_second`, and `mfu` where FLOPs and peak are known.
+    """Returns `tokens_per_second`, and `mfu` if FLOPs and peak are known.
 
     Empty until two steps have ended since the last `restart`.
     """
@@ -106,10 +106,10 @@ class Progress:
 
 
 class TimeLeft:
-  """Estimates the time left of units that take about as long as each other.
+  """Estimates the remaining time of units with similar durations.
 
-  The first units contain start and compilation, which do not come again, so
-  time and units count from their end.
+  Time and units count from the end of the first units, which include startup
+  and compilation.
   """
 
   def __init__(
@@ -118,14 +118,14 @@ class TimeLeft:
     """Starts without an estimate.
 
     Args:
-      at_once: number of units in work at the same time.
+      at_once: number of concurrent units.
       clock: returns seconds.
     """
     self._at_once, self._clock = at_once, clock
     self._first: tuple[int, float] | None = None
 
   def __call__(self, count: int, total: int) -> str:
-    """Returns the rate and the time left; '' while unknown, and at the end.
+    """Returns the rate and the remaining time; '' if unknown or at the end.
 
     Args:
       count: number of finished units.
@@ -143,8 +143,6 @@ class TimeLeft:
 
 
 class _TimedProgress:
-  """Start of an activity, and the time of its last progress line."""
-
   def __init__(
     self,
     activity: str,
@@ -166,8 +164,7 @@ class _TimedProgress:
 class ByteProgress(_TimedProgress):
   """Prints the progress of a transfer every few seconds, and its total.
 
-  Called with the transferred bytes and the bytes in all, as readers and writers
-  report them.
+  Called by readers and writers with the transferred and the total bytes.
   """
 
   def __call__(self, count: int, total: int) -> None:
@@ -192,7 +189,7 @@ class CountProgress(_TimedProgress):
   """Prints the progress of a list of examples every few seconds."""
 
   def __init__(self, activity: str, **options: Any):
-    """Starts the clock; arguments as of `_TimedProgress`."""
+    """Starts the clock; for the arguments, see `_TimedProgress`."""
     super().__init__(activity, **options)
     self._left = TimeLeft(clock=self._clock)
 

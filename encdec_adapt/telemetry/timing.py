@@ -1,10 +1,9 @@
-"""Time spent by a job: by part of a step, and goodput over all its starts.
+"""Time spent by a job: by part of a step, and goodput over all starts.
 
-`TimeSplit` divides the seconds between two records of metrics. `Starts` keeps a
-line for every start of a job in `starts.jsonl`: its time, its step, and the
-steps lost before it. From them follows the goodput, the share of the time
-since the first start that went into steps that were kept. This module must not
-import training.
+`TimeSplit` splits the seconds between two records of metrics. `Starts` writes a
+line for every start of a job to `starts.jsonl`: its time, its step, and the
+steps lost before it. Goodput is the fraction of the time since the first start
+spent in kept steps. This module must not import training.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,8 +17,8 @@ from encdec_adapt.files import append_log, paths
 STARTS = 'starts.jsonl'
 _PREFIX = 'seconds/'
 # data: waiting for rows; sample and reward: completions of policies; dispatch:
-# placing the batch and dispatching the step, or compile, the first time;
-# device: waiting for results; evaluate; save.
+# placing the batch and dispatching the step; compile: the same for a first
+# step; device: waiting for results; evaluate; save.
 PARTS = ('data', 'sample', 'reward', 'dispatch', 'compile', 'device')
 PARTS += ('evaluate', 'save')
 
@@ -39,7 +38,7 @@ class TimeSplit:
 
   @contextlib.contextmanager
   def spent(self, on: str) -> Iterator[None]:
-    """Counts the time inside this context as spent on a part of `PARTS`."""
+    """Adds the time in this context to a part in `PARTS`."""
     began = self._clock()
     try:
       yield
@@ -49,7 +48,7 @@ class TimeSplit:
   def take(self) -> dict[str, float]:
     """Returns the seconds since the last call, in total and by part.
 
-    The rest of the total is overhead of the loop.
+    The remainder of the total is overhead of the loop.
     """
     now = self._clock()
     taken = {_PREFIX + name: value for name, value in self._spent.items()}
@@ -73,8 +72,8 @@ class Starts:
 
     Args:
       folder: work directory.
-      step: step that this start resumes from.
-      lost: 'time' records of later steps, which are computed again.
+      step: the step to resume from.
+      lost: 'time' records of later steps, to be recomputed.
       clock: returns Unix seconds.
     """
     self._clock = clock
@@ -86,20 +85,20 @@ class Starts:
       'lost_seconds': sum(r.get(_PREFIX + 'total', 0.0) for r in lost),
     }
     self._starts = [*(record for record, _ in log.lines if record), start]
-    # A rewrite, not an append: a kill may have left half a line at the end.
+    # Rewrite instead of append: a kill may have left an incomplete line.
     log.keep(self._starts)
     log.close()
 
   def goodput(self, seconds: float) -> dict[str, float]:
-    """Returns the share of time that went into steps that were kept.
+    """Returns the fraction of time spent in kept steps.
 
     Args:
-      seconds: time in those steps, over all starts.
+      seconds: time in kept steps, over all starts.
 
     Returns:
       `goodput` in [0, 1], `starts`, `lost_steps`, `lost_seconds`.
     """
-    # Not 0 in a job that ends within the clock's resolution.
+    # Avoid 0 for a job shorter than the clock's resolution.
     wall = max(self._clock() - self._starts[0]['unix_time'], 1e-9)
     return {
       'goodput': min(1.0, seconds / wall),

@@ -1,12 +1,12 @@
-"""Trackers of a run: TensorBoard's event files, Weights & Biases.
+"""Trackers of a run: TensorBoard event files, Weights & Biases.
 
-`config.train.trackers` names them. They show the configuration, the numbers of
-`metrics.jsonl` and tables (samples, scores), of which the work directory has
-its own files: a tracker that fails is named once and left out, and the job goes
-on. Only the lead process has trackers, and nothing that other processes do
-depends on one. TensorBoard's record format and messages are used without its
-file layer, which would import TensorFlow where it is installed. This module
-must not import models or data.
+`config.train.trackers` selects them. They show the configuration, the numbers
+of `metrics.jsonl` and tables (samples, scores), all of which are also files in
+the work directory: a failing tracker is reported once and disabled, and the job
+continues. Only the lead process has trackers, and no other process depends on
+them. TensorBoard's record format and messages are used without its file layer,
+which would import an installed TensorFlow. This module must not import models
+or data.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,14 +27,14 @@ from encdec_adapt.files import append_log, atomic, paths
 
 KEY = 'config.train.trackers'
 EVENTS = 'tensorboard'  # Folder of event files.
-RUN_ID = 'wandb.json'  # For resumed jobs in Weights & Biases.
+RUN_ID = 'wandb.json'  # Run id in Weights & Biases, for resumed jobs.
 
 Config = Mapping[str, Any]
 Rows = Sequence[Mapping[str, Any]]
 
 
 class TensorBoard:
-  """A TensorBoard event file, written through at every record."""
+  """A TensorBoard event file, flushed at every record."""
 
   @staticmethod
   def check() -> None:
@@ -54,7 +54,7 @@ class TensorBoard:
     self._file = append_log.append(file)
     self._writer = record_writer.RecordWriter(self._file)
     self._add(file_version='brain.Event:2')
-    # Makes TensorBoard discard later steps of earlier files.
+    # TensorBoard then discards later steps of earlier files.
     session = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
     self._add(step=first_step + 1, session_log=session)
     rows = [{'config.json': json.dumps(config, indent=1)}]
@@ -68,7 +68,7 @@ class TensorBoard:
 
   def table(self, name: str, step: int, rows: Rows) -> None:
     """Adds a table of a step: rows with the same keys, at least one."""
-    # Cells are Markdown, in which indented lines are shown as they are.
+    # Cells are Markdown, which shows indented lines verbatim.
     cells = [
       [textwrap.indent(str(cell), ' ' * 4, lambda _: True) for cell in line]
       for line in (rows[0], *(row.values() for row in rows))
@@ -80,7 +80,7 @@ class TensorBoard:
     self._writer.write(event.SerializeToString())
 
   def flush(self) -> None:
-    """Writes everything through."""
+    """Flushes all records."""
     self._file.flush()
 
   def close(self) -> None:
@@ -110,15 +110,15 @@ class WeightsAndBiases:
     )
 
   def open(self, folder: paths.Path, first_step: int, config: Config) -> None:
-    """Opens the run whose id lies in the folder."""
+    """Opens the run with the id saved in the folder, or a new run."""
     import wandb
 
-    del first_step  # Steps that are repeated have the same numbers.
+    del first_step  # Repeated steps have the same numbers.
     path = folder / RUN_ID
     if not path.exists():
       atomic.write_json(path, {'id': secrets.token_hex(8)})
-    # By default finishing waits for a lost network, and a run stopped on the
-    # site interrupts this process, but no other host.
+    # By default, finishing waits for a lost network, and stopping a run on the
+    # site interrupts only this process.
     settings = {'finish_timeout': 60, 'stop_fn': lambda: None}
     settings |= {'console': 'off', 'silent': True}
     self._table = wandb.Table
@@ -130,9 +130,9 @@ class WeightsAndBiases:
       dir=None if paths.is_bucket(folder) else folder,
       settings=settings,
     )
-    # A resumed job may have changed it.
+    # A resumed job may have another configuration.
     self._run.config.update(config, allow_val_change=True)
-    # Its own count of records only grows, also where a job repeats steps.
+    # wandb's own step only grows, even if a job repeats steps.
     self._run.define_metric('*', step_metric='step')
 
   def write(self, step: int, scalars: Mapping[str, float]) -> None:
@@ -145,7 +145,7 @@ class WeightsAndBiases:
     self._run.log({name: self._table(list(rows[0]), cells), 'step': step})
 
   def flush(self) -> None:
-    """Does nothing: a process of its own writes what it was given."""
+    """Does nothing: wandb's own process writes the records."""
 
   def close(self) -> None:
     """Ends this start of the run."""
@@ -156,7 +156,7 @@ TRACKERS = {'tensorboard': TensorBoard, 'wandb': WeightsAndBiases}
 
 
 def check_names(names: Sequence[str]) -> None:
-  """Refuses names that are not in `TRACKERS`.
+  """Checks that names are in `TRACKERS`.
 
   Raises:
     UserError: a name is unknown.
@@ -170,7 +170,7 @@ def check_names(names: Sequence[str]) -> None:
 
 
 def check(names: Sequence[str]) -> None:
-  """Checks packages and credentials, before long work.
+  """Checks packages and credentials of trackers, before long work.
 
   Args:
     names: names in `TRACKERS`.
