@@ -158,7 +158,7 @@ def _with_tuples(value: Any) -> Any:
 
 
 def _evaluation(text: str) -> Section:
-  """Returns section `evaluation`, formerly 'loss=100,samples=5%'."""
+  """Returns section `evaluation` of 'loss=100,samples=5%,tasks/=1000'."""
   section: Section = {'loss': 0.0, 'samples': 0.0}
   tasks: dict[str, float] = {}
   for entry in filter(None, text.split(',')):

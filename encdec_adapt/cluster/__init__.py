@@ -1,4 +1,4 @@
 """The processes of a job: start, barriers, preemption, watchdog, locks, limits.
 
-Imports `files`, `telemetry` and `base`, and no model or data.
+Of the package, this folder imports only `files`, `telemetry` and `base`.
 """

@@ -1,8 +1,8 @@
 """Runs each generated program in a separate process, with limits.
 
-Nothing runs unless `allowed` was entered, which --allow_code does.
-The limits keep mistakes small; they are not a sandbox against malice. Knows
-nothing of tasks and their tests.
+Programs run only inside `allowed` (--allow_code). The limits contain mistakes;
+they are not a sandbox against malicious code. This module must not know tasks
+and their tests.
 """
 
 from collections.abc import Iterator
@@ -16,13 +16,13 @@ import tempfile
 
 from encdec_adapt.base import errors
 
-# Set while generated programs may run; tasks of lm-eval read it, too.
+# Set while generated programs may run; lm-eval's tasks also read it.
 _VARIABLE = 'HF_ALLOW_CODE_EVAL'
 SECONDS = 10
 MEGABYTES = 1024
-# The new process limits itself, which it cannot undo, before it reads the
-# program, and writes a word that the program does not know once that has ended:
-# a program that exits early would have status 0, too.
+# The new process irrevocably limits itself before it reads the program. After
+# the program has ended, it writes a word unknown to the program: an early exit
+# would also have status 0.
 _START = """
 import math, os, resource, sys
 for kind, limit in (
@@ -43,7 +43,7 @@ run(*sys.stdin.buffer.read().split(b'\\n', 1))
 
 @contextlib.contextmanager
 def allowed(allow: bool) -> Iterator[None]:
-  """Allows generated programs to run inside the context."""
+  """Allows generated programs to run in this context."""
   previous = os.environ.get(_VARIABLE)
   os.environ[_VARIABLE] = '1' if allow else '0'
   try:
@@ -56,7 +56,7 @@ def allowed(allow: bool) -> Iterator[None]:
 
 
 def require_allowed() -> None:
-  """Refuses to run generated programs outside of `allowed`.
+  """Checks that generated programs may run, see `allowed`.
 
   Raises:
     UserError: generated programs may not run.
@@ -69,7 +69,7 @@ def require_allowed() -> None:
 
 
 def passes(program: str, **limits: float) -> bool:
-  """Runs a program; returns whether it reaches its end. Arguments as `run`."""
+  """Runs a program and returns whether it completes; see `run`."""
   return bool(run(program, **limits))
 
 
@@ -79,12 +79,12 @@ def run(
   """Runs a Python program.
 
   Args:
-    program: source text, which ends with its tests.
-    seconds: limit of its time.
-    megabytes: limit of its memory.
+    program: source code, ending with its tests.
+    seconds: time limit.
+    megabytes: memory limit.
 
   Returns:
-    Whether it reaches its end; None if its time is over before.
+    Whether the program completes; None on timeout.
 
   Raises:
     UserError: generated programs may not run.
@@ -98,7 +98,7 @@ def run(
       stdout=subprocess.PIPE,
       stderr=subprocess.DEVNULL,
       cwd=folder,
-      # No tokens or paths of the user, and a session that is killed as a group.
+      # Without the user's tokens and paths, in a session to kill as a group.
       env={'PATH': os.defpath},
       start_new_session=True,
     )
@@ -111,7 +111,7 @@ def run(
     except BrokenPipeError:
       return False
     finally:
-      # With its children, which may outlive it.
+      # Kill its children too, which may outlive it.
       with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
       process.wait()

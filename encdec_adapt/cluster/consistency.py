@@ -1,9 +1,9 @@
-"""Facts that all processes of a job must share, and how they differ.
+"""Facts that must be equal on all processes of a job.
 
-If versions, flags or data differ on one host, it compiles other programs:
-devices then deadlock in a collective, or silently compute wrong numbers.
-`cluster.distributed.require_same` collects the facts of every process and
-refuses to run where this module finds a difference.
+A host with other versions, flags or data compiles other programs: devices then
+deadlock in a collective, or silently compute wrong numbers.
+`cluster.distributed.require_same` gathers the facts of all processes and
+refuses to run if this module finds a difference.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,12 +15,12 @@ from encdec_adapt.telemetry import environment
 
 
 def process_facts(flags: Mapping[str, Any]) -> dict[str, Any]:
-  """Collects versions, source, compiler options and flags of this process.
+  """Returns versions, source, compiler options and flags of this process.
 
   Queries no device, so that it works before jax connects the processes.
 
   Args:
-    flags: nested mapping of the job's flags; must be JSON serialisable.
+    flags: nested mapping of the job's flags, JSON serializable.
 
   Returns:
     Flat mapping from dotted names to JSON values.
@@ -29,20 +29,20 @@ def process_facts(flags: Mapping[str, Any]) -> dict[str, Any]:
     **environment.versions(),
     'source': environment.source_digest(),
     **environment.options(),
-    # An environment variable of libtpu, not of XLA: it changes programs, too.
+    # A variable of libtpu instead of XLA; it changes programs too.
     'libtpu_init_args': os.environ.get('LIBTPU_INIT_ARGS', ''),
     **environment.flat(flags),
   }
 
 
 def describe_differences(processes: Mapping[str, Mapping[str, Any]]) -> str:
-  """Names every fact that differs, with its values and their processes.
+  """Describes every different fact, with its values and their processes.
 
   Args:
-    processes: facts of each process, by its name such as `process 3 (host-c)`.
+    processes: name of a process, such as `process 3 (host-c)` -> its facts.
 
   Returns:
-    A paragraph for an error message; '' where all processes agree.
+    A paragraph for an error message; '' if all processes agree.
   """
   lines = []
   for field in dict.fromkeys(f for facts in processes.values() for f in facts):
@@ -51,7 +51,7 @@ def describe_differences(processes: Mapping[str, Mapping[str, Any]]) -> str:
       value = json.dumps(facts[field]) if field in facts else 'absent'
       holders.setdefault(value, []).append(name)
     if len(holders) > 1:
-      # The user looks for the process that differs: smallest group first.
+      # Smallest group first: the user looks for the outlier.
       groups = sorted(holders.items(), key=lambda item: len(item[1]))
       values = (f'{value} on {_shorten(names, 3)}' for value, names in groups)
       lines.append(f'{field} is ' + ', '.join(values))

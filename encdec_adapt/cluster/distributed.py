@@ -1,25 +1,23 @@
-"""Starts the processes of a job, synchronises them, and ends them together.
+"""Starts the processes of a job, synchronizes them, and ends them together.
 
-Everything runs over the client and service of jax's coordination service,
-which this module alone holds (jax has no public names for them):
+Everything uses the client and service of jax's coordination service. Only this
+module holds them (jax has no public names for them):
 
-- Start: the service of process 0 waits until all processes have registered.
-  If some have not in time, jax aborts the others with status 134
-  (`exit_status.ABORT`) and a message that lists the missing process numbers. If
-  process 0 is missing, or dies meanwhile, the others name it and exit with
-  status 76 (`exit_status.HANG`). Then versions, flags and devices are compared
-  before the first program runs.
-- Barriers need no device, so that devices that wait for each other do not
-  hold them up; each has a timeout.
-- Failure: a process that fails publishes its error under a key. A thread of
-  every other process polls that key and ends the process with the same error
-  and status, even where it is blocked in a collective.
-- Death: a process that is killed stops sending heartbeats, and jax aborts the
-  others with status 134 after `_HEARTBEAT_TIMEOUT` seconds (at once if it was
-  process 0).
-- Delay: a backend gives up where a process is late for the first collective
-  (Gloo after 30 s), as its program took longer to compile. All exit with
-  status 76.
+- Start: the service of process 0 waits until all processes have registered. On
+  timeout, jax aborts all processes with status 134 (`exit_status.ABORT`) and
+  lists the indices of the missing ones. If process 0 is missing or dies, the
+  others name it and exit with status 76 (`exit_status.HANG`). Versions, flags
+  and devices are compared before the first program runs.
+- Barriers use no device, so that a device deadlock does not block them; each
+  has a timeout.
+- Failure: a failing process publishes its error under a key. A thread of every
+  other process polls this key and ends its process with the same error and
+  status, even if it is blocked in a collective.
+- Death: a killed process stops sending heartbeats, and jax aborts the others
+  with status 134 after `_HEARTBEAT_TIMEOUT` seconds (immediately for process
+  0).
+- Delay: a backend times out if a process is late for the first collective
+  (Gloo after 30 s), due to a longer compilation. All exit with status 76.
 """
 
 import atexit
@@ -46,32 +44,32 @@ from encdec_adapt.base import errors, exit_status
 from encdec_adapt.cluster import consistency
 from encdec_adapt.telemetry import environment
 
-# Value of --coordinator for TPU slices: their metadata lists all hosts.
+# Value of --coordinator for TPU slices, with all hosts in their metadata.
 AUTO = 'auto'
-# Seconds for process 0 to come up, and from then on for all others: machines
-# differ in how fast they start and import packages from a shared disk.
+# Seconds for process 0 to start, and again for all others: startup and imports
+# from a shared disk vary between machines.
 START_TIMEOUT = 300
-# Seconds to wait at a barrier. Heartbeats tell of a dead process; these limits
-# are for a process that hangs: several times as long as the slowest process may
-# need for the work before the barrier.
+# Barrier timeouts in seconds. Heartbeats detect dead processes; these limits
+# are for hangs: several times the slowest process's time for the work before
+# the barrier.
 READ_TIMEOUT = 6 * 3600  # Reading or writing a model, checkpoint or records.
 MAKE_TIMEOUT = 24 * 3600  # Making records.
 
 _HEARTBEAT_TIMEOUT = 30  # Seconds.
-# For all processes to leave together, in order or after a failure. Longer than
-# the heartbeat's: an error that the death of another process has caused ends
-# with jax's abort, on which launchers restart, and not with status 1.
+# Seconds for all processes to exit together, normally or after a failure.
+# Longer than the heartbeat's: an error caused by the death of a peer then ends
+# with jax's abort, which makes launchers restart, instead of status 1.
 _END_TIMEOUT = 45
 _RETRY = 0.5  # Seconds between two attempts to reach process 0.
 _ANSWER = 3  # Seconds for an answer of process 0.
-# Seconds after `START_TIMEOUT` for the service to name the missing processes,
-# and for the others to end if it does not.
+# Additional seconds after `START_TIMEOUT` for the service to name missing
+# processes, and for the others to exit if it does not.
 _NAMING, _REGISTER_GRACE = 3, 15
 _POLL = 1.0  # Seconds between two polls for a failure of another process.
 _FAILURE = 'encdec_adapt/failure'
 _MESSAGE_LENGTH = 4000
 
-_count = 0  # Synchronisation points so far, the same in all processes.
+_count = 0  # Synchronization points so far, equal on all processes.
 _last_barrier = 'none'
 _ending = threading.Event()  # Set when this process is ending.
 
@@ -89,18 +87,18 @@ def initialize(
   Does nothing for a job of a single process.
 
   Args:
-    coordinator: `host:port` of process 0, the same on every process; or only
-      'auto', on TPU slices, where jax detects the other arguments.
+    coordinator: `host:port` of process 0, equal on all processes; or 'auto'
+      alone on TPU slices, to detect the other arguments.
     processes: number of processes.
     process: 0-based index of this process.
-    flags: nested mapping of this job's flags, which must be the same on all
-      processes; JSON serialisable.
-    timeout: seconds for process 0 to come up, and from then on for the others.
+    flags: nested mapping of this job's flags, JSON serializable; must be equal
+      on all processes.
+    timeout: seconds for process 0 to start, and again for the others.
 
   Raises:
     UserError: only some of the three are given, they are out of range, or
-      'auto' is used on machines that are not a TPU slice; the port is in use;
-      or the processes differ in versions, flags or devices.
+      'auto' is used outside of a TPU slice; the port is in use; or the
+      processes differ in versions, flags or devices.
     AbsentError: process 0 cannot be reached.
   """
   if (coordinator, processes, process) == (AUTO, None, None):
@@ -128,8 +126,8 @@ def initialize(
   _connect(host, int(port), processes, process, timeout)
   watcher = threading.Thread(target=_end_with_failed_peer, daemon=True)
   watcher.start()
-  # A thread that is inside the client when Python ends would abort it. Handlers
-  # run in reverse order: the event ends the thread that is joined.
+  # A thread inside the client at Python's exit would abort it. Handlers run in
+  # reverse order: the event ends the thread, which is then joined.
   atexit.register(watcher.join)
   atexit.register(_ending.set)
   facts = consistency.process_facts(flags or {})
@@ -218,7 +216,7 @@ def _connect(
 
 
 def _require_free(port: int) -> None:
-  """Refuses a port in use, which gRPC would share with the other job."""
+  """Checks that a port is free, as gRPC would share it with another job."""
   try:
     socket.create_server(('', port)).close()
   except OSError as error:
@@ -230,7 +228,7 @@ def _require_free(port: int) -> None:
 
 
 def _wait_for_coordinator(host: str, port: int, timeout: float) -> None:
-  """Waits until process 0 answers; jax would abort without naming it."""
+  """Waits for process 0 to answer; jax would abort without naming it."""
   deadline = time.monotonic() + timeout
   while reason := _silence(host, port):
     if time.monotonic() > deadline:
@@ -243,7 +241,7 @@ def _wait_for_coordinator(host: str, port: int, timeout: float) -> None:
 
 
 def _silence(host: str, port: int) -> str:
-  """Returns the reason that process 0 does not answer; '' if it does.
+  """Returns why process 0 does not answer; '' if it does.
 
   Reads gRPC's greeting: the kernel of a stopped process still accepts
   connections.
@@ -258,11 +256,11 @@ def _silence(host: str, port: int) -> str:
 def _end_without_coordinator(
   host: str, port: int, timeout: float, registered: threading.Event
 ) -> None:
-  """Ends this process if process 0 dies while it registers; a thread.
+  """Ends this process if process 0 dies during registration; runs in a thread.
 
-  Heartbeats begin after registration. Until then jax would retry for all of
-  the timeout, also where process 0 dies while it tells the others that all
-  have registered, and it would not name process 0.
+  Heartbeats begin after registration. Until then, jax would retry for the full
+  timeout, even if process 0 dies while it confirms the registration, and would
+  not name process 0.
   """
   deadline = time.monotonic() + timeout + _NAMING
   answered = time.monotonic()
@@ -271,7 +269,7 @@ def _end_without_coordinator(
     reason = _silence(host, port)
     if not reason:
       answered = now
-    # This process may have registered during the probe.
+    # This process may have registered during the probe above.
     elif registered.is_set():
       return
     elif now > min(deadline, answered + _HEARTBEAT_TIMEOUT):
@@ -306,7 +304,7 @@ def barrier(name: str, timeout: float = READ_TIMEOUT) -> None:
     timeout: seconds to wait.
 
   Raises:
-    AbsentError: some process did not come in time.
+    AbsentError: a process did not arrive in time.
   """
   client = jax_distributed.global_state.client
   if client is not None:
@@ -315,7 +313,7 @@ def barrier(name: str, timeout: float = READ_TIMEOUT) -> None:
 
 
 def last_barrier() -> str:
-  """Describes the last synchronisation point of this process, for reports."""
+  """Returns the last synchronization point of this process, for reports."""
   return _last_barrier
 
 
@@ -323,7 +321,7 @@ def from_lead(compute: Callable[[], Any], name: str = 'from_lead') -> Any:
   """Computes a value on process 0 and returns it on every process.
 
   Args:
-    compute: called on process 0 only; its result must be JSON serialisable.
+    compute: called only on process 0; its result must be JSON serializable.
     name: shown in errors.
 
   Raises:
@@ -343,28 +341,29 @@ def from_lead(compute: Callable[[], Any], name: str = 'from_lead') -> Any:
 
 
 def gather(name: str, value: Any) -> list[Any]:
-  """Returns the values of all processes, in their order, on every process.
+  """Returns the values of all processes, by index, on every process.
 
   Args:
     name: shown in errors.
-    value: JSON serialisable.
+    value: JSON serializable.
 
   Raises:
-    AbsentError: some process did not come in time.
+    AbsentError: a process did not arrive in time.
   """
   state = jax_distributed.global_state
   if state.client is None:
     return [value]
   folder = _post(name, value)
   values = _posted(folder)
-  # Deleted, as steps of a job gather values, but not before all have read it.
+  # Delete the values, as each step of a job may gather, but only after all
+  # processes have read them.
   barrier(name)
   state.client.key_value_delete(f'{folder}/{state.process_id}')
   return values
 
 
 def _post(name: str, value: Any) -> str:
-  """Posts values, on all processes together; returns the keys' folder."""
+  """Posts the values of all processes; returns the folder of their keys."""
   folder, state = _next_key(name), jax_distributed.global_state
   key = f'{folder}/{state.process_id}'
   state.client.key_value_set(key, json.dumps(value))
@@ -375,7 +374,7 @@ def _post(name: str, value: Any) -> str:
 
 def _posted(folder: str) -> list[Any]:
   client = jax_distributed.global_state.client
-  # Numbers, because keys are sorted as text: 10 before 2.
+  # Sort by number, as keys are sorted as text: 10 before 2.
   entries = sorted(
     (int(key.rpartition('/')[2]), value)
     for key, value in client.key_value_dir_get(folder)
@@ -384,14 +383,14 @@ def _posted(folder: str) -> list[Any]:
 
 
 def require_same(name: str, facts: Mapping[str, Any]) -> None:
-  """Refuses to continue where processes differ.
+  """Checks that facts are equal on all processes.
 
   Args:
     name: shown in errors.
-    facts: must be the same in all processes, and JSON serialisable.
+    facts: the facts, JSON serializable.
 
   Raises:
-    UserError: they differ; all processes raise it, with fields, values and
+    UserError: they differ; raised on all processes, with fields, values and
       hosts.
   """
   if jax_distributed.global_state.client is None:
@@ -406,22 +405,23 @@ def require_same(name: str, facts: Mapping[str, Any]) -> None:
       }
     )
 
-  # Process 0 compares for all: on a pod, each would read the facts of all.
+  # Compared only by process 0: on a pod, reading all facts on every process
+  # would be slow.
   if difference := from_lead(compare, name):
     raise errors.UserError(difference)
 
 
 @contextlib.contextmanager
 def fail_together() -> Iterator[None]:
-  """Ends all other processes if this context is left by an exception.
+  """Ends all other processes if this context exits with an exception.
 
   They print its message and exit with the status of this process, even if
-  they are blocked in a collective.
+  blocked in a collective.
 
   Raises:
-    AbsentError: instead of jax's error that another process was late.
+    AbsentError: replaces jax's error about a late process.
   """
-  # The inner context renames the error before it is published.
+  # The inner context converts the error before it is published.
   try:
     with _naming_delays():
       yield
@@ -440,7 +440,7 @@ def _naming_delays() -> Iterator[None]:
   try:
     yield
   except jax.errors.JaxRuntimeError as error:
-    # Without peers, nobody was late. jax has no type for the error's status.
+    # A single process waits for no peer. jax has no type for this status.
     has_peers = jax_distributed.global_state.client is not None
     if not has_peers or 'DEADLINE_EXCEEDED' not in str(error):
       raise
@@ -464,7 +464,7 @@ def _publish_failure(error: BaseException) -> None:
     f'process {state.process_id} of {state.num_processes} failed, and this'
     f' one ends with it: {text[:_MESSAGE_LENGTH]}'
   )
-  # Refused if another process has published its failure before.
+  # Fails if another process has already published its failure.
   with contextlib.suppress(jax.errors.JaxRuntimeError):
     failure = json.dumps({'message': message, 'status': status})
     state.client.key_value_set(_FAILURE, failure)
@@ -488,7 +488,7 @@ def _end_with_failed_peer() -> None:
 def _leave_together(client: Any) -> None:
   try:
     client.wait_at_barrier(_FAILURE, _END_TIMEOUT * 1000)
-    # jax aborts the others as soon as the service of process 0 is gone.
+    # jax aborts the others as soon as the service of process 0 ends.
     time.sleep(1 if is_lead() else 0)
   except jax.errors.JaxRuntimeError:
     time.sleep(5)  # A process is dead, and jax is about to abort the others.
@@ -516,7 +516,7 @@ def _waiting(name: str, timeout: float) -> Iterator[None]:
 
 
 def _next_key(name: str) -> str:
-  """Returns a new key, the same on all processes."""
+  """Returns a new key, equal on all processes."""
   global _count
   _count += 1
   return f'encdec_adapt/{_count}/{name}'

@@ -1,9 +1,9 @@
-"""Host memory of a process with the CPU as its backend.
+"""Host memory of a process with the CPU backend.
 
-XLA:CPU allocates the buffers of a step at each call, and glibc returns
-large ones to the system when they are freed: every step then waits for the
-kernel to map, and fill with zeros, the pages that it has just given back. A
-small model's step spends about as much time on that as on arithmetic.
+XLA:CPU allocates the buffers of a step at each call, and glibc returns large
+freed buffers to the system: every step then waits for the kernel to map and
+zero the same pages again. A small model's step spends about as much time on
+this as on arithmetic.
 """
 
 import ctypes
@@ -13,19 +13,19 @@ import sys
 
 # Parameters of mallopt. Source: glibc's malloc.h; see mallopt(3).
 _ARENA_MAX, _MMAP_MAX, _TRIM_THRESHOLD = -8, -4, -1
-# A model with more parameters computes longer on a byte, and what lies unused
-# between its arrays weighs more: 121M took 1.75 times the memory.
+# Larger models compute longer per byte, and fragmentation costs more: 121M
+# parameters took 1.75 times the memory.
 _LARGEST = 2**25
 
 
 def share_arena() -> None:
-  """Lets all threads allocate from one arena, the only one for large blocks.
+  """Makes all threads allocate from one arena, the only one for large blocks.
 
-  Call it before JAX starts its backend: the threads choose their arenas then.
-  It does nothing where an accelerator may be the backend.
+  Call before JAX starts its backend, when threads choose their arenas. Does
+  nothing if an accelerator may be the backend.
   """
   platforms = os.environ.get('JAX_PLATFORMS')
-  # JAX finds accelerators by these modules.
+  # JAX discovers accelerators through these modules.
   plugins = ('jax_plugins', 'libtpu')
   if platforms == 'cpu' or not (
     platforms or any(map(importlib.util.find_spec, plugins))
@@ -34,12 +34,12 @@ def share_arena() -> None:
 
 
 def keep_freed(parameters: int = 0) -> None:
-  """Keeps freed memory in this process, for its next allocations.
+  """Keeps freed memory in this process for later allocations.
 
-  Call it in a process that shares an arena; it does nothing for large models.
+  Call after `share_arena`. Does nothing for large models.
 
   Args:
-    parameters: number of parameters of the model that is trained.
+    parameters: number of parameters of the trained model.
   """
   if parameters <= _LARGEST:
     _set(_MMAP_MAX, 0)

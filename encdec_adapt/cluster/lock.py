@@ -1,17 +1,17 @@
-"""Lock of a work directory: one job at a time, released when its owner dies.
+"""Exclusive lock of a work directory, released when its owner dies.
 
-On a file system it is an flock on a file. The kernel drops it when the last
-copy of the descriptor is closed, so that a restart after SIGKILL does not
-wait. Started programs and spawned workers do not inherit the descriptor
-(Python's default), so that an orphan cannot keep the directory locked.
+On a file system, the lock is an flock on a file. The kernel releases it when
+the last copy of the descriptor is closed, so that a restart after SIGKILL does
+not wait. Subprocesses do not inherit the descriptor (Python's default), so that
+an orphan cannot keep the directory locked.
 
-In a bucket it is an object, created and renewed every `BEAT` seconds by
-conditional writes of TensorStore. A lock that has not changed for `STALE`
-seconds, by the clock of the process that waits, belongs to a dead job and is
-taken over. An owner that could not renew its lock for so long that another job
-may have taken it ends itself.
+In a bucket, the lock is an object, created and renewed every `BEAT` seconds
+with TensorStore's conditional writes. A lock unchanged for `STALE` seconds, by
+the clock of the waiting process, belongs to a dead job and is taken over. An
+owner that fails to renew its lock until another job may have taken it ends
+itself.
 
-Imports `files` for paths and stores; knows nothing of the files that it guards.
+Uses `files` for paths and stores; must not know the guarded files.
 """
 
 from collections.abc import Callable, Iterator
@@ -47,11 +47,11 @@ def hold(
   """Returns the lock of a work directory, a context manager.
 
   Args:
-    folder: local folder or bucket address; made when the lock is taken.
+    folder: local folder or bucket address; created when the lock is taken.
 
   Raises:
-    InUseError: on entering, another job holds it; names its process, host and
-      start.
+    InUseError: on entering, another job holds the lock; names its process, host
+      and start.
     UserError: the folder cannot be written.
   """
   return (BucketLock if paths.is_bucket(folder) else _hold_folder)(folder)
@@ -61,8 +61,8 @@ def hold(
 def _hold_folder(folder: str | os.PathLike[str]) -> Iterator[None]:
   """Locks a local folder without waiting; see `hold`.
 
-  The lock file stays after release: if it were removed, two jobs could lock
-  two files of the same name.
+  The lock file is never removed: otherwise two jobs could lock two files with
+  the same name.
   """
   path = disk.require_writable(folder) / FILE
   with contextlib.ExitStack() as stack:
@@ -94,8 +94,8 @@ class BucketLock:
     Args:
       folder: bucket address.
       beat: seconds between renewals.
-      stale: seconds without renewal after which a lock is taken over.
-      end: ends a process that has lost its lock, with a status.
+      stale: seconds without renewal until a lock is taken over.
+      end: exits with a status after losing the lock.
     """
     self.folder = paths.at(folder)
     self._beat, self._stale, self._end = beat, stale, end
@@ -105,7 +105,7 @@ class BucketLock:
     self._thread = threading.Thread(target=self._keep, daemon=True)
 
   def __enter__(self) -> None:
-    """Takes the lock; waits only to see whether another job is alive."""
+    """Takes the lock; waits only to check whether another job is alive."""
     disk.require_writable(self.folder)
     try:
       self._store = paths.key_value_store(self.folder)
@@ -123,15 +123,15 @@ class BucketLock:
     """Releases the lock."""
     self._stop.set()
     self._thread.join()
-    # If this fails, the next job finds a lock that is not renewed.
+    # If this fails, the next job finds a stale lock.
     with contextlib.suppress(ValueError, TimeoutError):
       self._store.write(FILE, None, if_equal=self._generation).result(
         self._beat
       )
 
   def _wait_until_free(self) -> bytes:
-    # Clocks of machines differ, so the time in the lock is not compared: only a
-    # change of the object shows that its owner is alive.
+    # Clocks differ between machines: only a change of the object shows that its
+    # owner is alive, not its time.
     seen, since = None, 0.0
     while True:
       entry = self._store.read(FILE).result()
@@ -170,16 +170,16 @@ class BucketLock:
           return
         last = time.monotonic()
       except (ValueError, TimeoutError) as error:
-        # Waiting and trying take up to two more beats, in which no other job
-        # may have taken the lock yet.
+        # Leave a margin of two beats for waiting and retrying, so that no other
+        # job has taken the lock yet.
         if time.monotonic() - last > self._stale - 3 * self._beat:
           self._lose(f'it could not be renewed ({error})', exit_status.HANG)
           return
 
   def _is_written(self) -> bool:
-    """Returns whether this job's write succeeded and only the answer was lost.
+    """Returns whether this job's write succeeded, but its answer was lost.
 
-    A retry of such a write is refused, as it meets the first try's generation.
+    A retry of such a write fails, as the generation has already changed.
     """
     entry = self._store.read(FILE).result(self._beat)
     if _parse(entry.value).get('id') != self._owner['id']:

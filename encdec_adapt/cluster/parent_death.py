@@ -1,8 +1,8 @@
-"""Worker processes that end with the process that started them.
+"""Ends worker processes with their parent.
 
-An orphan would hold the locks of its folders, and would write there while the
-same command, run again, writes too. Imports the standard library only, so that
-a child can call it before anything else.
+An orphan would hold the locks of its folders, and write to them concurrently
+with a repeated command. Imports only the standard library, so that a child can
+call it first.
 """
 
 import ctypes
@@ -17,21 +17,21 @@ _PR_SET_PDEATHSIG = 1  # Source: linux/prctl.h.
 
 
 def end_with_parent() -> None:
-  """Ends this process, without cleaning up, as soon as its parent has died.
+  """Ends this process, without cleanup, as soon as its parent dies.
 
-  Call it first in a process that `multiprocessing` has spawned; it does
-  nothing in any other. The thread that started the process must outlive it:
-  to the kernel that thread is the parent.
+  Call first in a process spawned by `multiprocessing`; does nothing in other
+  processes. The starting thread must outlive the process: for the kernel, that
+  thread is the parent.
   """
   parent = multiprocessing.parent_process()
   if parent is None:
     return
   if sys.platform == 'linux':
-    # A thread would wait for the GIL, which importing TensorFlow holds for
-    # seconds.
+    # A watching thread would wait for the GIL, held for seconds by TensorFlow's
+    # import.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
   if connection.wait([parent.sentinel], timeout=0):
-    os._exit(1)  # It died before the line above.
+    os._exit(1)  # The parent died before the line above.
 
   def end_after_parent() -> None:
     connection.wait([parent.sentinel])

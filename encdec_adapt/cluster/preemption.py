@@ -1,14 +1,13 @@
-"""Stops a job when its machine is about to be preempted, or by Ctrl-C.
+"""Stops a job at a preemption or Ctrl-C.
 
-Launchers and clouds announce that with SIGTERM and kill the process some
-30 seconds later. The training loop checks between steps, saves, and exits with
-`exit_status.RESTART`.
+Launchers and clouds announce a preemption with SIGTERM and kill the process
+some 30 seconds later. The training loop checks between steps, saves, and exits
+with `exit_status.RESTART`.
 
-Often only some of the processes get the signal, and all must save the
-same step. jax's handler, installed by `distributed.initialize`, then passes the
-notice on, and the processes agree on a step that none has begun. Checkpoints
-are not saved here. Ctrl-C is SIGTERM to its process, and a second one ends it
-at once.
+Often only some processes get the signal, but all must save the same step. jax's
+handler, installed by `distributed.initialize`, forwards the notice, and the
+processes agree on a step that none has begun. No checkpoints are saved here.
+Ctrl-C is treated as SIGTERM, and a second one ends the process immediately.
 """
 
 import signal
@@ -47,7 +46,7 @@ class StopSignal:
     self._received = True
 
   def _terminate(self, number: int, frame: types.FrameType | None) -> None:
-    # First, so that the next Ctrl-C ends the process.
+    # Restore first, so that the next Ctrl-C ends the process.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     print('interrupted: saves after this step; again to stop at once')
     signal.raise_signal(signal.SIGTERM)
@@ -56,11 +55,12 @@ class StopSignal:
     """Returns whether to stop after this step.
 
     Args:
-      step: the step just taken. Every process calls this after every step.
+      step: the step just completed. Must be called by every process after every
+        step.
 
     Returns:
-      Without other processes, whether the signal has come; with them, whether
-      this is the step that they agreed on after it came to any of them.
+      For a single process, whether the signal was received; otherwise, whether
+      this is the agreed step after any process received it.
     """
     if jax.process_count() == 1:
       return self._received

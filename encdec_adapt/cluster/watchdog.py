@@ -1,11 +1,11 @@
-"""Ends a job that hangs, with a report of the stacks of its threads.
+"""Ends a hanging job, with a report of the stacks of its threads.
 
-If a collective misses a process or a file system does not answer, the process
-waits in C++ and no exception comes. A thread compares the time since the last
-heartbeat with a multiple of the median step; beyond it, it reports the stacks
-of all threads, the step and the last barrier on standard error and in
-`hang/PROCESS.txt`, and ends the process with `exit_status.HANG`, on which
-launchers restart. Calls nothing of jax, which may hang.
+If a process misses a collective or a file system does not answer, the process
+waits in C++ without an exception. A thread compares the time since the last
+heartbeat with a multiple of the median step. Beyond this limit, it reports the
+stacks of all threads, the step and the last barrier on standard error and in
+`hang/PROCESS.txt`, and ends the process with `exit_status.HANG`, which makes
+launchers restart. Never calls jax, which may hang.
 """
 
 import collections
@@ -23,11 +23,11 @@ from encdec_adapt.cluster import distributed
 from encdec_adapt.files import paths
 
 REPORTS = 'hang'
-# Parts of every step, each with a limit of its own.
+# Parts of every step, each with its own limit.
 _PARTS = ('step', 'sample', 'reward')
 _FACTOR = 20  # A part hangs after this many times its median.
 # Compiling, evaluating, saving, writing a profile and the first steps may take
-# this many times as long as the shortest limit of a step.
+# this multiple of the minimum step limit.
 _OTHER = 12
 _FIRST_STEPS = 5  # Too few for a meaningful median.
 _REPORT_SECONDS = 30.0  # The file system of the report may hang, too.
@@ -48,16 +48,15 @@ class Watchdog:
     """Stores the limits; the context starts the watch.
 
     Args:
-      folder: work directory, gets the reports.
+      folder: work directory for the reports.
       process: 0-based index of this process.
-      seconds: shortest time after which a step counts as a hang; 0 disables
-        the watchdog.
+      seconds: minimum time limit of a step; 0 disables the watchdog.
       clock: returns seconds.
       end: ends the process with a status.
     """
     self._folder, self._process = paths.at(folder), process
     self._seconds, self._clock, self._end = seconds, clock, end
-    # Seconds of the last ones.
+    # Seconds of recent parts.
     self._parts = {p: collections.deque[float](maxlen=50) for p in _PARTS}
     self._last = (0, 'start', clock())
     self._stop = threading.Event()
@@ -75,12 +74,12 @@ class Watchdog:
       self._thread.join()
 
   def beat(self, step: int, doing: str = 'step') -> None:
-    """Records that the loop makes progress.
+    """Records a heartbeat of the loop.
 
     Args:
-      step: the step that begins, or during which `doing` begins.
-      doing: 'step', 'sample' or 'reward', which have limits of their own, or
-        'compile', 'evaluate', 'save' or 'profile'.
+      step: the current step.
+      doing: the activity that begins: 'step', 'sample' or 'reward' (with their
+        own limits), or 'compile', 'evaluate', 'save' or 'profile'.
     """
     now = self._clock()
     last_step, last_doing, since = self._last
@@ -88,7 +87,7 @@ class Watchdog:
     follows = step == last_step + (last_doing == 'step')
     if last_doing in _PARTS and follows:
       self._parts[last_doing].append(now - since)
-    # A single assignment: the thread reads all three.
+    # A single assignment, as the thread reads all three.
     self._last = (step, doing, now)
 
   @property
@@ -100,7 +99,7 @@ class Watchdog:
     return max(self._seconds, _FACTOR * statistics.median(times))
 
   def hangs(self) -> bool:
-    """Returns whether there has been no heartbeat for too long."""
+    """Returns whether the last heartbeat is older than the limit."""
     return self._clock() - self._last[2] > self.limit
 
   def _watch(self) -> None:
