@@ -1,5 +1,5 @@
-"""Pure maps from the parameters of decoder-only models to new models.
+"""Pure functions from parameters of decoder-only models to new models.
 
-Imports `models` and below. Nothing here reads files or places arrays: every
-function can be traced, so the caller's `jit` decides the shardings.
+Imports `models` and below. Reads no files and places no arrays: every function
+can be traced, so that the caller's `jit` sets the shardings.
 """

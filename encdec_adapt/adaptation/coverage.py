@@ -1,7 +1,7 @@
 """The coverage report: what an adaptation does with every weight.
 
-Each leaf of the new model has a `Fill`, and each leaf of each source is
-either used or listed as unused with a reason. Leaves are named by layer
+Each leaf of the new model has a `Fill`; each leaf of a source is used, or
+listed as unused with a reason. Leaves are named by layer
 (`models.layer_leaves`).
 """
 
@@ -21,12 +21,12 @@ class Fill:
   """How a leaf of the new model is filled.
 
   Attributes:
-    how: 'copied' from a source, drawn 'fresh' by the model's initialisation,
-      or set to the constant `value`.
+    how: 'copied' from a source, 'fresh' from the model's initializer, or set to
+      the constant `value`.
     source: name of the source, if copied.
     leaf: leaf of the source, if copied.
     value: the constant, if constant.
-    transforms: changes that a copy undergoes, in order.
+    transforms: transforms of a copy, in order.
     note: remark for the report.
   """
 
@@ -38,7 +38,7 @@ class Fill:
   note: str = ''
 
   def describe(self) -> str:
-    """Returns a phrase such as 'copied from encoder_source decoder/...'."""
+    """Returns text such as 'copied from encoder_source decoder/...'."""
     text = {
       'copied': f'copied from {self.source} {self.leaf}',
       'fresh': 'fresh',
@@ -63,12 +63,12 @@ class Coverage:
     filled: leaf of the new model -> how it is filled.
     sources: source name -> shapes of its leaves.
     unused: source name -> unused leaf -> reason.
-    changes: settings in which the new model differs from its sources although
-      it has their weights, such as a bidirectional encoder.
-    padding: leaf -> parameters in rows that no token has
-      (`parameters.padding`); they are not counted.
-    outside: source name -> tensors on disk that are not part of the
-      model, such as a vision tower -> reason.
+    changes: settings different from the sources despite equal weights, such as
+      a bidirectional encoder.
+    padding: leaf -> uncounted parameters in padding rows
+      (`parameters.padding`).
+    outside: source name -> tensors on disk outside the model, such as a vision
+      tower -> reason.
   """
 
   target: Shapes
@@ -82,7 +82,7 @@ class Coverage:
   )
 
   def used(self, source: str) -> dict[str, list[str]]:
-    """Maps each used leaf of `source` to the target leaves it fills."""
+    """Returns each used leaf of `source` -> the target leaves it fills."""
     used = {}
     for leaf, fill in self.filled.items():
       if fill.source == source:
@@ -93,13 +93,13 @@ class Coverage:
     """Counts parameters by how they are filled."""
     counts = {'copied': 0, 'fresh': 0, 'constant': 0}
     for leaf, fill in self.filled.items():
-      # Without padding the sum is the parameter count that papers state.
+      # Without padding, the sum is the parameter count stated in papers.
       size = math.prod(self.target[leaf]) - self.padding.get(leaf, 0)
       counts[fill.how] += size
     return counts
 
   def summary(self) -> str:
-    """Formats the report in at most five lines, for sources of two sides."""
+    """Formats the report in at most five lines, for two sources."""
     lines = [self._counts()]
     for source in self.sources:
       unused = self.unused.get(source, {})
@@ -114,7 +114,7 @@ class Coverage:
     return '\n'.join(lines)
 
   def table(self) -> str:
-    """Formats the report, joining layers that are treated alike."""
+    """Formats the report, grouping layers with equal treatment."""
     filled = (
       (leaf, self.target[leaf], fill.describe())
       for leaf, fill in self.filled.items()
@@ -143,12 +143,12 @@ class Coverage:
     )
 
   def to_json(self) -> dict[str, Any]:
-    """Returns the report as JSON types: the table, and an entry per leaf."""
+    """Returns the report as JSON types: table and one entry per leaf."""
     sources = {}
     for source, shapes in self.sources.items():
       used, unused = self.used(source), self.unused.get(source, {})
       sources[source] = {
-        # A leaf may fill several targets: self- and cross-attention.
+        # A leaf may fill several targets (self- and cross-attention).
         leaf: {
           'shape': list(shape),
           'used': used.get(leaf, []),
@@ -174,7 +174,7 @@ def by_reason(reasons: Mapping[str, str]) -> list[str]:
   names: dict[str, list[str]] = {}
   for name, reason in reasons.items():
     names.setdefault(reason, []).append(name)
-  # A vision tower has hundreds of tensors: a name and their number suffice.
+  # A vision tower has hundreds of tensors: show one name and the count.
   return [
     f'{first}{f" and {len(more)} more" if more else ""} ({reason})'
     for reason, (first, *more) in names.items()

@@ -58,8 +58,8 @@ class InitConfig:
 
   def __post_init__(self):
     keys.check(self, 'config.init.')
-    # A key that the mode ignores is refused: a run that names a decoder and
-    # draws it at random would otherwise look like an adaptation.
+    # Refuse keys ignored by the mode: a run that names a decoder but
+    # initializes it randomly would look like an adaptation.
     options = {'cross_attention': 'auto', 'post_norm_gain': 'one'}
     fresh = {'optimizer': 'fresh'}
     unused = {

@@ -1,9 +1,8 @@
-"""Recipes: how each stored array of an adapted model is made.
+"""Recipes: how to compute each stored array of an adapted model.
 
-A recipe carries out the decisions of `weight_plan` for a stored array. The
-same recipe fills the array inside a traced function, from whole trees on
-devices, and array by array from lazily read sources (`stored`), where host
-memory has to stay small.
+A recipe implements the plan of `weight_plan` for a stored array. The same
+recipe works in a traced function, with full trees on devices, and array by
+array from lazily read sources (`stored`), to bound host memory.
 """
 
 from collections.abc import Mapping
@@ -19,10 +18,10 @@ from encdec_adapt.adaptation import coverage as coverage_lib
 from encdec_adapt.adaptation import transforms as transforms_lib
 from encdec_adapt.models import layer_leaves, model_config, parameters
 
-# Name of the tree that fresh leaves are taken from.
+# Name of the tree of fresh leaves.
 FRESH = 'fresh'
-# Stored path -> array. Recipes use an array's shape, layer [i] and conversion
-# by NumPy; a `files.lazy_array.LazyArray` has them.
+# Stored path -> array. Recipes need an array's shape, indexing by layer [i] and
+# conversion to NumPy, as of `files.lazy_array.LazyArray`.
 Tree = Mapping[str, Any]
 # Config and nested parameters of a model.
 Source = tuple[model_config.ModelConfig, Mapping[str, Any]]
@@ -30,12 +29,12 @@ Source = tuple[model_config.ModelConfig, Mapping[str, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class _Piece:
-  """A leaf of a tree and the transforms it undergoes.
+  """A leaf of a tree and its transforms.
 
   Attributes:
     tree: name of the tree.
     path: path of the stored array.
-    index: index on the array's `layers` axis, None if it has no such axis.
+    index: index on the array's `layers` axis; None without this axis.
     transforms: see `coverage.Fill`.
   """
 
@@ -47,13 +46,13 @@ class _Piece:
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-  """How a stored array is made.
+  """How to compute a stored array.
 
   Attributes:
     info: shape, dtype and logical axes of the array.
-    layer_shape: shape of a layer; that of the array where it has no layers.
-    pieces: for each layer in order, or for the array itself, the leaf it is
-      made from or its constant value.
+    layer_shape: shape of a layer, or of an array without layers.
+    pieces: source leaf or constant value of each layer in order, or of an array
+      without layers.
   """
 
   info: parameters.ParamInfo
@@ -61,11 +60,11 @@ class Recipe:
   pieces: tuple[_Piece | float, ...]
 
   def make(self, trees: Mapping[str, Tree], xp: types.ModuleType) -> Any:
-    """Makes the array.
+    """Computes the array.
 
     Args:
-      trees: the sources' parameters by the name of the source, and under
-        `FRESH` the parameters of a freshly drawn model.
+      trees: name of a source -> its parameters, and `FRESH` -> the parameters
+        of a newly initialized model.
       xp: `numpy` or `jax.numpy`.
     """
     layers = []
@@ -76,24 +75,24 @@ class Recipe:
       layer = trees[piece.tree][piece.path]
       if piece.index is not None:
         layer = layer[piece.index]
-      # Only now is a lazy array read: the layer, not the stack.
+      # Reads only the layer of a lazy array, not the stack.
       layer = xp.asarray(layer)
       for transform in piece.transforms:
         layer = transform.apply(layer, xp)
       layers.append(layer)
-    # A single layer may be stored with a `layers` axis of 1 or without it.
+    # A single layer may be stored with a `layers` axis of 1 or without.
     stacked = xp.stack(layers).reshape(self.info.shape)
-    # Cast at the end: transforms such as a mean compute in fp32.
+    # Cast last: transforms such as a mean compute in fp32.
     return stacked.astype(self.info.dtype, copy=False)
 
   def carry(self, moments: Mapping[str, Any], shape: Any) -> Any:
-    """Makes the optimizer's moments of the array from those of the source.
+    """Computes the optimizer's moments of the array from the source's.
 
     Args:
       moments: stored path -> moments of the source, of one kind.
       shape: shape and dtype of the result.
     """
-    # Adafactor keeps a single zero where it has no moments of a kind.
+    # Adafactor stores a single zero for an absent kind of moments.
     if shape.shape == (1,):
       return jnp.zeros(shape.shape, shape.dtype)
     layers = [
@@ -108,12 +107,12 @@ def make_recipes(
   coverage: coverage_lib.Coverage,
   sources: Mapping[str, model_config.ModelConfig],
 ) -> dict[str, Recipe]:
-  """Makes the recipe of every stored array of `target`, by path.
+  """Returns path -> recipe for every stored array of `target`.
 
   Args:
     target: the model to fill.
     coverage: from `weight_plan.make_plan`.
-    sources: configs of the sources, by their names in the report.
+    sources: name in the report -> config of the source.
   """
   targets = layer_leaves.leaves_of(target)
   leaves = {name: layer_leaves.leaves_of(c) for name, c in sources.items()}
@@ -146,10 +145,9 @@ def fill(
   *,
   rng: jax.Array,
 ) -> dict[str, Any]:
-  """Makes the parameters of `target` from those of its sources.
+  """Computes the parameters of `target` from its sources.
 
-  Can be traced: under `jax.jit` with `out_shardings` no replicated copy is
-  made.
+  Can be traced: `jax.jit` with `out_shardings` makes no replicated copy.
 
   Args:
     target: the model to fill.
@@ -164,8 +162,8 @@ def fill(
     'decoder_source': decoder_source or encoder_source,
   }
   nested = {name: params for name, (_, params) in sources.items()}
-  # Drawn as a whole although few leaves are used, so that a fresh leaf has the
-  # same values as in a model of random parameters; XLA drops the unused draws.
+  # Initialize the full model, so that fresh leaves have the same values as in a
+  # random model; XLA eliminates unused leaves.
   if any(fill.how == 'fresh' for fill in coverage.filled.values()):
     nested[FRESH] = parameters.init(target, rng)
   trees = {

@@ -1,7 +1,8 @@
-"""Changes that a source leaf undergoes on its way into the new model.
+"""Transforms of source leaves for the new model.
 
-Each transform maps an array to an array, in NumPy or JAX. Axes are counted
-from the end, so an array with a leading `layers` axis is changed at once.
+Each transform maps an array to an array, in NumPy or JAX. Axes are counted from
+the end, so that stacked layers (a leading `layers` axis) are transformed at
+once.
 """
 
 import dataclasses
@@ -15,8 +16,8 @@ Array = Any
 class RepeatHeads:
   """Repeats each key/value head.
 
-  Query head i reads key/value head i // (N / K), so attention with repeated
-  heads computes the same function as before.
+  Query head i uses key/value head i // (N / K), so attention with repeated
+  heads computes the same function.
 
   Attributes:
     times: copies of each head, at least 2.
@@ -29,7 +30,7 @@ class RepeatHeads:
     return xp.repeat(array, self.times, axis=-2)
 
   def describe(self) -> str:
-    """Names the change in a phrase."""
+    """Describes the transform for the report."""
     return f'each key/value head {self.times} times'
 
 
@@ -37,9 +38,9 @@ class RepeatHeads:
 class FitTable:
   """Resizes a token table to another vocabulary size and padding.
 
-  A new token's row is the mean of the source's rows (Hewitt 2021,
-  "Initializing New Word Embeddings for Pretrained Language Models"): its
-  logit is the mean of theirs, which bounds how far predictions move.
+  A new token gets the mean of the source's rows (Hewitt 2021, "Initializing New
+  Word Embeddings for Pretrained Language Models"): its logit is their mean
+  logit, which bounds the change of predictions.
 
   Attributes:
     tokens: vocabulary size of the source.
@@ -57,18 +58,18 @@ class FitTable:
     """Resizes a table [V, D]."""
     new = self.vocabulary - self.tokens
     if not new:
-      # Only padding changes, so rows stay as they are stored, dtype included.
+      # Only padding changes: keep the stored rows and dtype.
       table = array[: self.rows]
       return xp.pad(table, [(0, self.rows - table.shape[0]), (0, 0)])
-    # Padding is cut off first: it would pull the mean towards zero.
+    # Remove padding first, as it would bias the mean towards zero.
     table = array[: self.tokens]
-    # bf16 cannot add up a vocabulary's worth of rows.
+    # bf16 cannot accumulate the rows of a vocabulary.
     mean = xp.mean(table, axis=0, keepdims=True, dtype=xp.float32)
     padding = xp.zeros((self.rows - self.vocabulary, mean.shape[1]), xp.float32)
     return xp.concatenate([table, xp.repeat(mean, new, axis=0), padding])
 
   def describe(self) -> str:
-    """Names the change in a phrase."""
+    """Describes the transform for the report."""
     new = self.vocabulary - self.tokens
     if new:
       return f'{new} new tokens, the mean of the {self.tokens}'
@@ -78,11 +79,11 @@ class FitTable:
 
 @dataclasses.dataclass(frozen=True)
 class TakeRow:
-  """Takes the embedding of a token out of a table.
+  """Extracts the embedding of a token from a table.
 
   Attributes:
     token: token id.
-    scale: factor that the model multiplies embeddings by.
+    scale: the model's scale of embeddings.
   """
 
   token: int
@@ -90,12 +91,12 @@ class TakeRow:
 
   def apply(self, array: Array, xp: types.ModuleType) -> Array:
     """Maps a table [V, D] to a vector [D]."""
-    # The model does not scale this vector, unlike the table's rows. In fp32, so
-    # that the product is rounded only by the cast to the stored dtype.
+    # The model scales the table's rows, but not this vector. In fp32, so that
+    # only the cast to the stored dtype rounds.
     return array[self.token].astype(xp.float32) * xp.float32(self.scale)
 
   def describe(self) -> str:
-    """Names the change in a phrase."""
+    """Describes the transform for the report."""
     return f'row {self.token} times {self.scale:.6g}'
 
 

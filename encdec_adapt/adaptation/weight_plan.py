@@ -1,15 +1,15 @@
-"""The copy rules: how each weight is filled, decided from configs alone.
+"""The copy rules: how to fill each weight, from configs alone.
 
-The copy maps of Encoder-Decoder Gemma (arXiv 2504.06225, section 3): the
-encoder and the decoder are the decoder-only stacks; cross-attention is
-copied from the decoder's self-attention where the encoder is as wide as the
-decoder ("balanced"), and drawn fresh otherwise.
+The copy maps of Encoder-Decoder Gemma (arXiv 2504.06225, section 3): encoder
+and decoder are the decoder-only stacks; cross-attention is copied from the
+decoder's self-attention if encoder and decoder have the same width
+("balanced"), and fresh otherwise.
 
-A model of a single stack may start from a stack of a pair: a decoder from its
-decoder (Wang et al. 2022, appendix E.4), an encoder-only model from its
-encoder. A stack with fewer layers than its source has layers of their kinds,
-local or global, at equal distances as nearly as these allow: every other one if
-it has half of them and they are alike.
+A single-stack model may start from a stack of a pair: a decoder from the
+decoder (Wang et al. 2022, appendix E.4), an encoder-only model from the
+encoder. A stack with fewer layers than its source copies layers of the same
+kind (local or global), spaced as evenly as the kinds allow: every other layer
+if it has half of them and all are alike.
 """
 
 from collections.abc import Collection, Mapping
@@ -26,16 +26,16 @@ from encdec_adapt.models import block, layer_leaves, model_config, parameters
 CrossAttention = Literal['auto', 'copy', 'fresh']
 PostNormGain = Literal['one', 'zero']
 
-# Gains of the post-norm of fresh cross-attention. Zero closes the residual
-# branch, so the decoder first computes the function of its source.
+# Gains of the post-norm of fresh cross-attention. Zero disables the residual
+# branch, so that the decoder initially computes its source's function.
 _GAINS = {'one': 1.0, 'zero': 0.0}
-# Leaves of attention that have key/value heads.
+# Attention leaves with key/value heads.
 _KEYS_VALUES = ('key', 'value', 'key_bias', 'value_bias')
 
 
 @dataclasses.dataclass(frozen=True)
 class _Side:
-  """A stack of the target and the model it is made from.
+  """A stack of the target and its source.
 
   Attributes:
     stack: 'encoder' or 'decoder'.
@@ -57,13 +57,13 @@ class _Side:
 
   @functools.cached_property
   def layers(self) -> tuple[int, ...]:
-    """The layer of the source that fills each layer.
+    """The source layer of each layer.
 
     Raises:
-      UserError: the source has too few.
+      UserError: the source has too few layers.
     """
     count, total = self.target.layers, self.config.layers
-    if count == total:  # In any pattern: kinds differ in masks only.
+    if count == total:  # Ignore the pattern: kinds differ only in masks.
       return tuple(range(count))
 
     def choices(slot: int, first: int, stop: int) -> list[int]:
@@ -72,7 +72,7 @@ class _Side:
         i for i in range(first, stop) if self.config.layer_kind(i) == kind
       ]
 
-    # From the end, the last layer that leaves enough for those behind it.
+    # From the end: the last layer with enough layers left for the others.
     latest = [total]
     for slot in reversed(range(count)):
       if not (fitting := choices(slot, 0, latest[0])):
@@ -91,19 +91,19 @@ class _Side:
 
   @property
   def head(self) -> str:
-    """Name of the source's head, which it has if it is not tied."""
+    """Name of the source's head; only untied sources have it."""
     return f'{self.source_stack}/head/table'
 
   @property
   def table(self) -> str:
     """Name of the source's embedding table."""
     name = f'{self.source_stack}/embedder/table'
-    # A table that both stacks share is stored with the decoder.
+    # A shared table is stored with the decoder.
     return name if name in self.leaves else 'decoder/embedder/table'
 
   @property
   def changed_fields(self) -> list[str]:
-    """Fields in which the stack differs from its source."""
+    """Config fields different from the source."""
     return [
       f'{self.stack}.{field} is {ours!r}, in {self.source} {theirs!r}'
       for field, ours in vars(self.target).items()
@@ -111,7 +111,7 @@ class _Side:
     ]
 
   def misfit(self, problem: str) -> errors.UserError:
-    """Returns the error for a target that its source cannot fill."""
+    """Returns the error for a source that does not fit its target."""
     return errors.UserError(
       f'{problem} Build the target from its sources with'
       ' models.model_config.encoder_decoder (config.model.'
@@ -129,24 +129,23 @@ def make_plan(
   post_norm_gain: PostNormGain = 'one',
   fresh: Collection[str] = (),
 ) -> coverage_lib.Coverage:
-  """Decides how each leaf of `target` is filled.
+  """Plans how to fill each leaf of `target`.
 
   Args:
     target: the model to fill.
-    encoder_source: config of the encoder's source, or of that of a model of a
-      single stack, which may be a pair.
+    encoder_source: config of the encoder's source, or of a single-stack model's
+      source, which may be a pair.
     decoder_source: config of the decoder's source; None for the encoder's.
-    cross_attention: 'copy' the decoder's self-attention with its norms, draw
-      it 'fresh' (its pre-norm still copied), or 'auto': copy where the
-      shapes allow.
+    cross_attention: 'copy' the decoder's self-attention with its norms, make it
+      'fresh' (still copying the pre-norm), or 'auto': copy if the shapes allow.
     post_norm_gain: gain of the post-norm of fresh cross-attention. 'zero'
-      leaves the decoder's function unchanged until training moves it.
-    fresh: leaves, named by layer, to draw fresh although they could be
-      copied, such as 'decoder/layers/3/mlp/up'.
+      initially preserves the decoder's function.
+    fresh: leaves, named by layer, to initialize instead of copy, such as
+      'decoder/layers/3/mlp/up'.
 
   Returns:
     The coverage report: every leaf of `target` is filled, and every leaf of a
-    source is used or named as unused.
+    source is used or listed as unused.
 
   Raises:
     UserError: the sources do not fit the target; names a remedy.
@@ -208,7 +207,7 @@ def make_plan(
 
 
 def all_but_embeddings(target: model_config.EncoderDecoderConfig) -> list[str]:
-  """Lists the leaves to draw fresh so that only embeddings are copied."""
+  """Returns the leaves for `fresh` to copy only embeddings."""
   names = layer_leaves.leaves_of(target)
   return [name for name in names if '/embedder/' not in name]
 
@@ -220,7 +219,7 @@ def _shapes(
 
 
 def _check_positions(side: _Side) -> None:
-  """Refuses a relative bias whose buckets would mean other distances."""
+  """Checks that buckets of a relative bias keep their distances."""
   roles = side.config.role, side.target.role
   if side.config.relative and len({x == 'bidirectional' for x in roles}) == 2:
     raise errors.UserError(
@@ -239,11 +238,11 @@ def _copies_cross(
   """Returns whether cross-attention is copied from self-attention.
 
   Raises:
-    UserError: an option has no effect on this model, or cannot be met.
+    UserError: an option has no effect on this model, or is impossible.
   """
   decoder = target.decoder
-  # An option without effect is refused rather than ignored: runs that compare
-  # its values would otherwise train the same model under two names.
+  # Refuse options without effect: runs that compare their values would train
+  # the same model twice.
   if decoder.cross_merged or decoder.cross_width is None:
     if cross_attention != 'auto' or post_norm_gain != 'one':
       raise errors.UserError(
@@ -259,8 +258,8 @@ def _copies_cross(
       f'post_norm_gain={post_norm_gain!r} needs a decoder with norms after'
       " cross-attention, and this one has none; leave it at 'one'."
     )
-  # With equal widths, keys and values of self- and cross-attention have the
-  # same shapes; cross-attention's other kernels have the decoder's width.
+  # With equal widths, key and value kernels of self- and cross-attention have
+  # the same shapes; the other kernels always have the decoder's width.
   fits = target.encoder.width == decoder.width
   if cross_attention == 'copy' and not fits:
     raise errors.UserError(
@@ -285,8 +284,8 @@ def _fill_of(
   parts = name.split('/')
   if not copies_cross and 'cross_attention' in parts:
     return coverage_lib.Fill('fresh')
-  # Self-attention's post-norm gains fit its outputs, not those of fresh
-  # kernels. The pre-norm is copied anyway: it normalises the same states.
+  # Self-attention's post-norm gains do not fit the outputs of fresh kernels.
+  # The pre-norm is still copied: it normalizes the same states.
   if not copies_cross and 'post_cross_norm' in parts:
     return post_norm
   # Cross-attention and its norms are copied from self-attention.
@@ -294,7 +293,7 @@ def _fill_of(
   leaf, note = '/'.join([side.source_stack, *source_parts]), ''
   if (layer := layer_leaves.layer_of(name)) is not None:
     leaf = layer_leaves.with_layer(leaf, str(side.layers[layer]))
-  # The source may compute a leaf from its table, or store it with its decoder.
+  # The source may derive a leaf from its table, or store it with its decoder.
   if leaf == side.head and leaf not in side.leaves:
     leaf, note = side.table, 'the source ties its head to it'
   elif source_parts[0] == 'embedder':
@@ -318,7 +317,7 @@ def _transforms(
   target, source = side.target, side.config
   if fill.leaf.endswith('/table') and shape[-1:] == source_shape[-1:]:
     transforms = _table_transforms(name, side, source_shape[0])
-    # After the table's extension: the token may be new.
+    # After extending the table, as the token may be new.
     if name.endswith('/eoi'):
       scale = math.sqrt(source.width) if source.scale_embeddings else 1.0
       transforms += (transforms_lib.TakeRow(target.eoi_token, scale),)
@@ -339,8 +338,8 @@ def _transforms(
         ' never joined: choose a multiple that divides'
         f' {side.stack}.heads ({target.heads}).'
       )
-    # The heads are the second last axis. If another axis differs too, repeating
-    # does not help, and the error below names both shapes.
+    # Heads are the second last axis. If another axis differs too, repeating
+    # does not help, and the error below shows both shapes.
     *leading, heads, head_dim = source_shape
     if (*leading, times * heads, head_dim) == shape:
       return (transforms_lib.RepeatHeads(times),)
@@ -360,7 +359,7 @@ def _table_transforms(
       f' {side.source} has {source.vocab_size} tokens. A vocabulary can be'
       f' extended, not cut: set it to {source.vocab_size} or more.'
     )
-  # Rows include padding, which depends on `vocab_multiple`.
+  # Rows include padding to `vocab_multiple`.
   same = target.vocab_size == source.vocab_size
   if same and target.table_rows == source_rows:
     return ()
@@ -374,11 +373,11 @@ def _table_transforms(
 def _unused(
   side: _Side, filled: Mapping[str, coverage_lib.Fill]
 ) -> dict[str, str]:
-  """Maps each leaf of a source that fills nothing to the reason.
+  """Returns unused leaf of a source -> reason.
 
   Raises:
-    UserError: a leaf has no reason, so the target would compute another
-      function than its source.
+    UserError: a leaf has no reason, so the target would not compute its
+      source's function.
   """
   used = {fill.leaf for fill in filled.values() if fill.source == side.source}
   encodes, reasons = side.stack == 'encoder', {}
