@@ -257,12 +257,15 @@ def _training(
   yield f'- Data: `{_sources(data["source"]) or "records"}`.'
   # Non-default keys of the loss, and its frozen model.
   default = environment.flat(config_lib.defaults().loss.to_dict())
-  changes = [
-    f'{name} {value:g}' if isinstance(value, float) else f'{name} {value}'
-    for name, value in environment.flat(config['loss']).items()
+  kind = config['loss']['kind']
+  changes = [] if kind == default['kind'] else [kind]
+  for key, value in environment.flat(config['loss']).items():
     # The chunk affects only memory.
-    if name != 'chunk' and value != default.get(name)
-  ]
+    if key not in ('kind', 'chunk') and value != default.get(key):
+      name = key.removeprefix(f'{kind}.')
+      changes.append(
+        f'{name} {value:g}' if isinstance(value, float) else f'{name} {value}'
+      )
   line = f'- Loss: {", ".join(changes) or "cross-entropy to the data"}'
   if teacher := config['teacher']['checkpoint']:
     line += f', which reads {_names([teacher])}'

@@ -190,10 +190,9 @@ def _config(contents: Contents, opened: vocabulary_pair.Opened | None) -> Any:
     else:  # Further training is on single answers.
       objectives = objective_names.parse(data.objective)
       if objectives[0].rows.answers > 1:
-        framing = prompt_framing.of_objectives(
-          objectives, contents.model.architecture
-        )
-        data.objective, data.source = framing.objective(), ''
+        name = 'chat' if objectives[0].rows.ends_turns else 'pairs'
+        _, colon, options = data.objective.partition(':')
+        data.objective, data.source = name + colon + options, ''
   elif contents.framing and head.predicts_tokens:
     data.objective, data.source = contents.framing.objective(), ''
     data.encoder_length = data.decoder_length = _LENGTH

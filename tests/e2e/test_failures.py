@@ -26,7 +26,7 @@ def test_devices_out_of_memory_lose_nothing_and_name_what_to_ask(
   make = step_lib.make_train_step
 
   def make_small(*arguments):
-    return make(*arguments) if len(arguments[3]) == 1 else refuse
+    return make(*arguments) if len(arguments[5]) == 1 else refuse
 
   def refuse(*_):
     raise jax.errors.JaxRuntimeError(

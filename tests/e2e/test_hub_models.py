@@ -49,7 +49,7 @@ def test_a_resumed_job_reads_the_commits_of_its_start(
   card = folders.export(run, tmp_path / 'exported') / 'README.md'
   text = card.read_text()
   assert 'Started by `adapt` from `org/gemma`' in text
-  assert 'Loss: distillation 0.5, which reads `org/gemma`.' in text
+  assert 'Loss: distill, share 0.5, which reads `org/gemma`.' in text
   assert 'base_model:\n- org/gemma\n' in text
   # The branch moves, and the process that resumes looks again.
   moved = f'{ADDRESS}@{hub.put("org/gemma", gemma)}'

@@ -38,9 +38,9 @@ def test_a_study_is_opened_resumed_and_exported(
   # As a user changes a page for this version.
   page = pathlib.Path('study.py')
   page.write_text(
-    page.read_text().replace(
-      "train.evaluators': 'loss=2'", "evaluation.loss': 2"
-    )
+    page.read_text()
+    .replace("train.evaluators': 'loss=2'", "evaluation.loss': 2")
+    .replace('encdec_adapt.evaluation.studies', 'encdec_adapt.lab')
   )
   results = pathlib.Path('saved/loss_run/results.jsonl')
   before = results.read_text()
