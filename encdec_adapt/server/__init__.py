@@ -1,5 +1,5 @@
-"""HTTP server for completions and chat, on the inference engine.
+"""HTTP server for completions, chat and embeddings.
 
-`protocol` and `text_stream` know no HTTP, `engine_worker` no protocol. Imports
-`inference` and `tokenizers`; nothing of data or training.
+`protocol` and `text_stream` must not depend on HTTP, nor `engine_worker` on the
+protocol. This folder must not import `data`.
 """

@@ -1,6 +1,6 @@
 """The HTTP application of an embedding model: POST /v1/embeddings.
 
-It is imported only where starlette and uvicorn are installed.
+Requires starlette and uvicorn.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ class EmbeddingService:
     app: the ASGI application.
     draining: whether new requests are refused.
     jobs: texts of requests in progress.
-    failed: None, as nothing outlives a request that fails.
+    failed: always None, as errors affect only their request.
   """
 
   failed = None
@@ -35,19 +35,19 @@ class EmbeddingService:
   def __init__(
     self, model: model_in_memory.LoadedModel, name: str, rows: int, host: str
   ):
-    """Takes the model.
+    """Creates the application.
 
     Args:
       model: the embedding model.
-      name: its name.
-      rows: texts at a time.
+      name: name of the model.
+      rows: texts per batch.
       host: address to listen on.
     """
     self._model, self._name, self._rows = model, name, rows
     self.draining, self.jobs, self._lock = False, [], asyncio.Lock()
     stack = model.config.decoder
     self._sizes = stack.head.sizes(stack.width)
-    self.thread = self  # Requests are computed one after the other.
+    self.thread = self  # Requests are computed sequentially.
     self.app = applications.Starlette(
       routes=[
         routing.Route('/v1/embeddings', self._embed, methods=['POST']),
@@ -58,7 +58,7 @@ class EmbeddingService:
     )
 
   def close(self) -> None:
-    """Does nothing: there is no thread to end."""
+    """Does nothing: there is no thread."""
 
   async def _embed(self, request: requests.Request) -> responses.Response:
     try:
@@ -78,7 +78,7 @@ class EmbeddingService:
       return responses.JSONResponse(self._body(texts, vectors, fields))
     except protocol.ApiError as error:
       return http_app.refusal(error)
-    except errors.UserError as error:  # A text without tokens.
+    except errors.UserError as error:  # Text without tokens.
       return http_app.refusal(protocol.ApiError(400, str(error), 'input'))
 
   def _parse(self, fields: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
@@ -97,7 +97,7 @@ class EmbeddingService:
       raise _must_be('input', 'a text or texts', fields.get('input'))
     for name in fields.keys() - {'input', *_HARMLESS}:
       value, values = fields[name], allowed.get(name, ())
-      # Compares types too: 4.0 and true equal integers.
+      # Compare types too: 4.0 and true equal integers.
       if not any(type(x) is type(value) and x == value for x in values):
         choices = ', '.join(map(str, values)) or 'left out'
         raise _must_be(name, choices, value)

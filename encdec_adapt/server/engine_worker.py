@@ -1,7 +1,7 @@
-"""The thread that runs the engine, and its requests as seen by asyncio.
+"""Runs the engine in a thread, for requests from asyncio.
 
 `EngineThread` is used from the event loop; only its thread calls the engine.
-Calls reach the thread through a queue, results the loop through
+Calls go to the thread through a queue, and results to the loop through
 `call_soon_threadsafe`.
 """
 
@@ -18,14 +18,14 @@ import numpy as np
 
 from encdec_adapt.inference import engine as engine_lib
 
-# New tokens, the completion, or the error that ended the request.
+# New tokens, the completion, or a final error.
 Event = np.ndarray | engine_lib.Completion | Exception
 
 
-# Compared by identity: `EngineThread.jobs` is a set.
+# Compared by identity, as `EngineThread.jobs` is a set.
 @dataclasses.dataclass(eq=False)
 class Job:
-  """A request in the engine; `number` is for its thread only."""
+  """A request in the engine; only its thread uses `number`."""
 
   request: engine_lib.Request
   wants_tokens: bool
@@ -36,23 +36,23 @@ class Job:
   number: int | None = None
 
   def post(self, event: Event) -> None:
-    """Passes an event from the thread to the loop."""
+    """Sends an event from the thread to the loop."""
     with contextlib.suppress(RuntimeError):  # The loop is closed.
       self.loop.call_soon_threadsafe(self.events.put_nowait, event)
 
 
 class EngineThread:
-  """Runs an engine; see the module.
+  """Runs an engine in a thread; see the module.
 
   Attributes:
-    engine: the engine; outside of the thread only `rows`, `load` and `complete`
-      are used, which leave its state alone.
-    jobs: requests that have not ended.
-    failed: error after which the engine no longer works, None while it does.
+    engine: the engine; other threads use only `rows`, `load` and `complete`,
+      which do not change its state.
+    jobs: unfinished requests.
+    failed: fatal error of the engine; None while it works.
   """
 
   def __init__(self, engine: engine_lib.Engine):
-    """Starts the thread, which ends with the process."""
+    """Starts a daemon thread."""
     self.engine, self.jobs = engine, set()
     self.failed: Exception | None = None
     self._calls: queue.SimpleQueue[Callable[[], None] | None] = (
@@ -67,7 +67,7 @@ class EngineThread:
 
     Args:
       request: the request.
-      wants_tokens: whether tokens are events too, as they are generated.
+      wants_tokens: whether to also send new tokens as events.
 
     Returns:
       The job, to be passed to `release`. Its last event is a completion or an
@@ -79,14 +79,14 @@ class EngineThread:
     return job
 
   def release(self, job: Job) -> None:
-    """Drops a job; if it has not ended, it is cancelled."""
-    # Also for a job that ended, and twice: its row may have another request by
-    # then, but its number is never used again.
+    """Releases a job; cancels it if unfinished."""
+    # Safe for finished jobs and repeated calls: the row may have another
+    # request by then, but numbers are never reused.
     self.jobs.discard(job)
     self._calls.put(lambda: self._cancel(job))
 
   def close(self) -> None:
-    """Ends the thread: a process that ends while it computes would abort."""
+    """Ends the thread, as the process would abort while it computes."""
     self._calls.put(None)
     self._thread.join()
 
@@ -106,8 +106,8 @@ class EngineThread:
   def _run(self) -> None:
     while True:
       try:
-        # Waits for calls only while nothing runs; otherwise takes the queued
-        # calls, so that new requests fill free rows at the next step.
+        # Block for calls only when idle; otherwise take the queued calls, so
+        # that new requests fill free rows at the next step.
         while not (self._running and self._calls.empty()):
           call = self._calls.get()
           if call is None:
@@ -116,8 +116,8 @@ class EngineThread:
         for number, completion in self.engine.step(self._on_tokens):
           self._running.pop(number).post(completion)
       except Exception as error:
-        # The state on the devices was donated and may be lost: later requests
-        # fail with the same error, and the server stops.
+        # The donated device state may be lost: later requests fail with the
+        # same error, and the server stops.
         traceback.print_exc(file=sys.stderr)
         self.failed = error
         for job in self._running.values():
@@ -127,5 +127,5 @@ class EngineThread:
   def _on_tokens(self, number: int, tokens: np.ndarray) -> None:
     job = self._running[number]
     if job.wants_tokens:
-      # A view would keep the tokens of all rows in memory.
+      # Copy, as a view would keep the tokens of all rows in memory.
       job.post(tokens.copy())

@@ -1,6 +1,6 @@
-"""The HTTP application: endpoints, time-outs, clients that leave, metrics.
+"""The HTTP application: endpoints, timeouts, disconnects, metrics.
 
-It is imported only where starlette and uvicorn are installed.
+Requires starlette and uvicorn.
 """
 
 import asyncio
@@ -27,9 +27,9 @@ from encdec_adapt.server import engine_worker, origins, protocol, text_stream
 from encdec_adapt.tokenizers import chat_format, vocabulary_pair
 
 _MAX_BODY = 1 << 20  # Bytes.
-_BODY_SECONDS = 30  # Within which a body must arrive.
+_BODY_SECONDS = 30  # Timeout for receiving a body.
 _STREAM = 'text/event-stream'
-# Status in the metrics of a client that left, as in nginx; no client sees it.
+# Status of disconnected clients in the metrics, as in nginx; never sent.
 _GONE = 499
 
 
@@ -41,12 +41,12 @@ class Served:
     name: name of the model.
     step: step of the checkpoint; None for a folder.
     opened: vocabularies.
-    prompts: encoders of the prompts of the model, which comes first, and of
-      its adapters, by name.
+    prompts: name -> prompt encoder of the model (first) and its adapters.
     limits: limits of a request.
-    run_prefix: whether prompts of token ids get the task prefix, as texts do.
-    max_queue: most requests that wait for a row.
-    timeout: seconds that a request may take.
+    run_prefix: whether to add the task prefix to prompts of token ids, as to
+      texts.
+    max_queue: maximum number of requests waiting for a row.
+    timeout: timeout of a request in seconds.
     host: address to listen on.
   """
 
@@ -73,7 +73,7 @@ class Service:
     """Starts the engine's thread.
 
     Args:
-      engine: the engine, which can decode.
+      engine: the engine, with a decoder of tokens.
       served: the model's name, vocabularies and limits.
     """
     self.thread, self.draining = engine_worker.EngineThread(engine), False
@@ -103,7 +103,7 @@ class Service:
     try:
       call = await self._parse(request)
       events = self._events(call, request)
-      # Before the response begins: later errors have no status of their own.
+      # Before the response begins, as later errors cannot set a status.
       first = await anext(events)
       name = call.request.adapters or self._served.name
       replies = protocol.Replies(call, name)
@@ -138,22 +138,22 @@ class Service:
     """Yields new tokens, if the call streams, and the completion.
 
     Raises:
-      ApiError: the queue is full, the time is over, the engine failed, or the
-        client left.
+      ApiError: the queue is full, the request timed out, the engine failed, or
+        the client disconnected.
     """
     served, thread = self._served, self.thread
-    # Counts open requests, not the engine's load: its thread may not have taken
-    # the latest from their queue yet.
+    # Count open requests, not the engine's load: the latest may still be in
+    # its thread's queue.
     if len(thread.jobs) >= thread.engine.rows + served.max_queue:
       raise protocol.ApiError(
         429, f'{served.max_queue} requests are waiting; try again later.'
       )
     end = time.monotonic() + served.timeout
     job = thread.submit(call.request, wants_tokens=call.stream)
-    # While a client does not read, this generator is not resumed and the time
-    # limit below is not checked; a timer frees the row all the same.
+    # A client that does not read suspends this generator, and so the timeout
+    # below; the timer still frees the row.
     timer = job.loop.call_later(served.timeout, thread.release, job)
-    # Both have a value before `finally` cancels them.
+    # Initialize both for `finally`, which cancels them.
     new = gone = asyncio.ensure_future(_disconnected(request))
     event = None
     try:
@@ -211,7 +211,7 @@ class Service:
           yield _line(replies.usage(event))
         status = 200
       except protocol.ApiError as error:
-        # The response has begun with status 200; only an event can tell.
+        # The response has begun with status 200: send the error as an event.
         status = error.status
         yield _line(error.body)
       finally:
@@ -255,13 +255,13 @@ async def read_body(request: requests.Request) -> bytes:
   """Returns the body of a request.
 
   Raises:
-    ApiError: it is too long or too slow, or the client left.
+    ApiError: the body is too long or too slow, or the client disconnected.
   """
   content = b''
   try:
     async with asyncio.timeout(_BODY_SECONDS):
       async for part in request.stream():
-        # Counted as it arrives: chunked bodies do not announce a length.
+        # Count on arrival, as chunked bodies have no declared length.
         content += part
         if len(content) > _MAX_BODY:
           raise protocol.ApiError(413, f'the limit is {_MAX_BODY} bytes.')
@@ -275,16 +275,16 @@ async def read_body(request: requests.Request) -> bytes:
 
 
 def refusal(error: protocol.ApiError) -> responses.Response:
-  """Returns the response to a request that is refused."""
-  # Escaped: names of fields may be no valid Unicode.
+  """Returns the response to a refused request."""
+  # Escaped, as names of fields may be invalid Unicode.
   body, kind = json.dumps(error.body), 'application/json'
-  # Bytes of the body that come later would be read as the next request.
+  # Later bytes of the body would be read as the next request.
   headers = {'connection': 'close'} if error.status == 408 else None
   return responses.Response(body, error.status, headers, kind)
 
 
 async def _disconnected(request: requests.Request) -> None:
-  """Returns when the client has left."""
+  """Returns when the client has disconnected."""
   while (await request.receive())['type'] != 'http.disconnect':
     pass
 
@@ -294,16 +294,16 @@ def _line(body: dict[str, Any]) -> str:
 
 
 class _Protocol(h11_impl.H11Protocol):
-  """HTTP/1.1 with refusals that name the error."""
+  """HTTP/1.1 with descriptive errors."""
 
   def send_400_response(self, msg: str) -> None:
-    """Refuses a request that is not HTTP, such as HTTP/1.1 without `Host`."""
-    # uvicorn calls this while it handles h11's exception.
+    """Refuses invalid HTTP, such as HTTP/1.1 without `Host`."""
+    # uvicorn calls this while handling h11's exception.
     super().send_400_response(f'{msg} {sys.exc_info()[1]}\n')
 
 
 class _Server(uvicorn.Server):
-  """Stops when a signal came and no request is in progress."""
+  """Stops after a signal, once no request is in progress."""
 
   service: Service
 
@@ -316,12 +316,12 @@ class _Server(uvicorn.Server):
     print(f'{address} (Ctrl-C finishes what is in progress)')
 
   def handle_exit(self, sig: int, frame: Any) -> None:
-    """Refuses new requests; a second signal ends the process."""
+    """Starts draining; a second signal ends the process."""
     del sig, frame
     if self.service.draining:
       print('stopped: requests in progress are lost', file=sys.stderr)
-      # At once: an orderly end would answer 500, and Python would abort while
-      # the engine's thread computes.
+      # Exit immediately: an orderly shutdown would answer 500, and Python would
+      # abort while the engine's thread computes.
       os._exit(1)
     self.service.draining = True
     print('stopping: requests in progress are finished', file=sys.stderr)
@@ -334,8 +334,8 @@ class _Server(uvicorn.Server):
 
 
 def is_free(host: str, port: int) -> bool:
-  """Returns whether a port can be listened on; prints the error if not."""
-  # Checked before the model is read, which takes long; uvicorn binds after it.
+  """Returns whether a port is free; prints an error if not."""
+  # Called before the slow reading of the model; uvicorn binds the port later.
   family = socket.AF_INET6 if ':' in host else socket.AF_INET
   try:
     socket.create_server((host, port), family=family).close()
@@ -358,14 +358,14 @@ def run(service: Service, host: str, port: int) -> int:
     port: port to listen on.
 
   Returns:
-    The exit status: 1 if the engine failed or the port is not free; a second
-    signal ends the process with 1, too.
+    The exit status: 1 if the engine failed or the port is not free. A second
+    signal also exits with 1.
   """
   options = {'log_level': 'warning', 'lifespan': 'off', 'http': _Protocol}
-  options['timeout_graceful_shutdown'] = 10  # Seconds, of slow readers.
+  options['timeout_graceful_shutdown'] = 10  # Seconds, for slow readers.
   server = _Server(uvicorn.Config(service.app, host, port, **options))
   server.service = service
-  with contextlib.suppress(SystemExit):  # Another program took the port.
+  with contextlib.suppress(SystemExit):  # The port was taken meanwhile.
     server.run()
   service.thread.close()
   return int(service.thread.failed is not None or not server.started)

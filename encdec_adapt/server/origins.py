@@ -1,9 +1,9 @@
-"""Refuses requests that pages of other sites send through a user's browser.
+"""Refuses cross-site requests through a user's browser.
 
-A page may post to any address that its reader reaches, and reads the answers
-too where a name of its site resolves to a loopback address (DNS rebinding).
+A web page may post to any address reachable by its reader, and read the answers
+if a name of its site resolves to a loopback address (DNS rebinding).
 
-Independent of the service: any ASGI application can be guarded.
+Works for any ASGI application.
 """
 
 import ipaddress
@@ -17,8 +17,8 @@ from encdec_adapt.server import protocol
 class Guard:
   """ASGI middleware that checks `Host`, `Origin` and `Sec-Fetch-Site`.
 
-  A request without these headers passes: programs other than browsers send no
-  `Origin`, and HTTP/1.0 needs no `Host`.
+  Requests without these headers pass: only browsers send `Origin`, and HTTP/1.0
+  needs no `Host`.
   """
 
   def __init__(self, app: types.ASGIApp, host: str):
@@ -26,9 +26,9 @@ class Guard:
 
     Args:
       app: the application.
-      host: address that it listens on.
+      host: address to listen on.
     """
-    # Names of other addresses are not known here, so any `Host` passes there.
+    # Names of non-loopback addresses are unknown, so any `Host` passes.
     self._app, self._names = app, None
     if _is_loopback(host):
       names = 'localhost', '127.0.0.1', '[::1]', host
@@ -37,7 +37,7 @@ class Guard:
   async def __call__(
     self, scope: types.Scope, receive: types.Receive, send: types.Send
   ) -> None:
-    """Answers with status 403, or passes the request on."""
+    """Answers with status 403, or forwards the request."""
     app = self._app
     if scope['type'] == 'http' and (fault := self._fault(scope)):
       body = protocol.ApiError(403, fault).body
@@ -52,16 +52,16 @@ class Guard:
         f'Host is {host!r}; a server on a loopback address answers to'
         ' localhost, 127.0.0.1 and [::1] only.'
       )
-    # Other methods change nothing, and any page may link to this one.
+    # Other methods have no effects, and any page may link here.
     if scope['method'] != 'POST':
       return None
-    # The browser sets `Origin`, and a page cannot change it. Port and scheme
-    # belong to it: another server on this machine is another site.
+    # Pages cannot change `Origin`. It includes port and scheme: another server
+    # on this machine is another origin.
     server = f'{scope.get("scheme")}://{host}'
     for origin in headers.getlist('origin'):
       if origin.lower() != server:
         return f'Origin is {origin!r}; only pages of {server} may post.'
-    # Pages cannot set this header, either.
+    # Pages cannot set this header either.
     if headers.get('sec-fetch-site') == 'cross-site':
       return 'Sec-Fetch-Site is cross-site; pages of other sites may not post.'
     return None

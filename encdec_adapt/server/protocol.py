@@ -1,7 +1,7 @@
-"""Requests, responses and errors in the shapes of OpenAI's API.
+"""OpenAI-compatible requests, responses and errors.
 
-A field is supported, known to change nothing, or refused. This module imports
-neither the HTTP application nor the engine's thread.
+A field is supported, ignored because it has no effect, or refused. This module
+must not import the HTTP application or the engine's thread.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,7 +22,7 @@ _LARGEST = 2**31 - 1  # Options are int32 on the devices.
 
 
 class ApiError(Exception):
-  """A refused or failed request; becomes an OpenAI-shaped error."""
+  """A refused or failed request, in the form of an OpenAI error."""
 
   def __init__(self, status: int, message: str, param: str | None = None):
     super().__init__(message)
@@ -43,9 +43,9 @@ class Limits:
   """Limits of a request.
 
   Attributes:
-    max_prompt: most tokens of a prompt, BOS included.
-    max_tokens: most tokens to generate.
-    context: most tokens of prompt and continuation together; None for any.
+    max_prompt: maximum tokens of a prompt, including BOS.
+    max_tokens: maximum tokens to generate.
+    context: maximum tokens of prompt plus continuation; None for no limit.
   """
 
   max_prompt: int
@@ -59,9 +59,9 @@ class Call:
 
   Attributes:
     request: prompt and options for the engine.
-    is_chat: whether it came to /v1/chat/completions.
-    stream: whether the text is sent as it is generated.
-    include_usage: whether a stream ends with the numbers of tokens.
+    is_chat: whether the endpoint is /v1/chat/completions.
+    stream: whether to stream the text.
+    include_usage: whether a stream ends with token counts.
   """
 
   request: engine_lib.Request
@@ -91,7 +91,7 @@ _COUNT = (
   lambda value: type(value) is int and 1 <= value <= _LARGEST,
   'an integer of at least 1',
 )
-# Python's JSON has NaN and infinity, for which the comparison is false.
+# Python's JSON accepts NaN and infinity, which fail the comparison.
 _NUMBER = (
   lambda value: type(value) in (int, float) and abs(value) <= _LARGEST,
   'a number',
@@ -116,7 +116,7 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
   'stream': (lambda value: isinstance(value, bool), 'true or false'),
   'stream_options': (lambda value: isinstance(value, dict), 'an object'),
 }
-# Supported with a single value only, OpenAI's default, which clients may send.
+# Supported only with OpenAI's default value, which clients may send.
 _NEUTRAL = {'n': 1, 'presence_penalty': 0, 'frequency_penalty': 0}
 _NEUTRAL |= {'logprobs': False}
 _HARMLESS = {'model', 'user', 'metadata', 'store'}
@@ -134,15 +134,14 @@ def parse(
 
   Args:
     content: the body.
-    is_chat: whether it has messages instead of a prompt.
+    is_chat: whether the body has messages instead of a prompt.
     limits: limits of prompt and continuation.
-    prompts: encoders of the prompts of the model, which comes first, and of
-      its adapters, by the names that `model` has to be one of; without
-      adapters any name is accepted.
-    run_prefix: whether a prompt of token ids gets the task prefix, too.
+    prompts: name -> prompt encoder of the model (first) and its adapters.
+      `model` must be one of the names; any name is accepted without adapters.
+    run_prefix: whether to add the task prefix to a prompt of token ids.
 
   Raises:
-    ApiError: the request is malformed or beyond the limits; names the field.
+    ApiError: the request is malformed or exceeds the limits; names the field.
   """
   field = 'messages' if is_chat else 'prompt'
   fields = _read_fields(content, field)
@@ -155,8 +154,8 @@ def parse(
   name = 'max_tokens' if 'max_tokens' in fields else 'max_completion_tokens'
   max_tokens = fields.get(name)
   if max_tokens is None:
-    # OpenAI's defaults: 16 for completions, and no limit for chats, which here
-    # means the server's, or the room in the context.
+    # OpenAI's defaults: 16 for completions, and no limit for chats (here the
+    # server's limit, or the rest of the context).
     max_tokens = limits.max_tokens if is_chat else min(16, limits.max_tokens)
     if is_chat and limits.context:
       max_tokens = max(1, min(max_tokens, limits.context - len(prompt)))
@@ -180,7 +179,7 @@ def parse(
       model if model in adapters else '',
     )
   except errors.UserError as error:
-    # A message about an option begins with its name, which is the field's.
+    # Messages begin with the name of the option, which equals the field's.
     first = str(error).split()[0]
     param = first if first in fields else None
     raise ApiError(400, str(error), param) from None
@@ -189,14 +188,14 @@ def parse(
 
 
 def parse_object(content: bytes) -> dict[str, Any]:
-  """Returns the fields of a body that are not null.
+  """Returns the non-null fields of a body.
 
   Raises:
     ApiError: the body is not a JSON object.
   """
   try:
     body = json.loads(content)
-  # Deeply nested lists exhaust the stack of the parser.
+  # Deeply nested lists overflow the parser's stack.
   except (ValueError, RecursionError) as error:
     raise ApiError(400, f'the body is not JSON ({error}).') from None
   if not isinstance(body, dict):
@@ -215,7 +214,7 @@ def _read_fields(content: bytes, field: str) -> dict[str, Any]:
       check, requirement = _FIELDS[name]
       fault = None if check(value) else f'it must be {requirement}'
     elif name in _NEUTRAL:
-      # Compares types too: 0 equals False in Python.
+      # Compare types too, as 0 equals False.
       only = _NEUTRAL[name]
       same = value == only and isinstance(value, bool) == isinstance(only, bool)
       fault = None if same else f'only {json.dumps(only)} is supported'
@@ -239,7 +238,7 @@ def _encode(
       return prompts.encode(prompt)
   except errors.UserError as error:
     raise ApiError(400, f'{field}: {error}', field) from None
-  # Clients that encode prompts themselves may or may not frame them.
+  # Clients may send token ids with or without framing.
   ids = prompts.unframed(prompt)
   if run_prefix:
     ids = [*prompts.reader.encode(prompts.prefix), *ids]
@@ -247,7 +246,7 @@ def _encode(
 
 
 def _sampling(fields: Mapping[str, Any]) -> sampling_lib.SamplingConfig:
-  """Returns the sampling options; the default temperature is OpenAI's, 1."""
+  """Returns the sampling options; OpenAI's default temperature is 1."""
   temperature = fields.get('temperature', 1.0)
   drawn = sampling_lib.SamplingConfig(
     temperature or 1.0,
@@ -257,15 +256,15 @@ def _sampling(fields: Mapping[str, Any]) -> sampling_lib.SamplingConfig:
     fields.get('min_p') or None,
     seed=fields.get('seed', secrets.randbits(32)),
   )
-  # Filters change nothing at temperature 0, but are checked all the same.
+  # Filters have no effect at temperature 0, but are still checked.
   return drawn if temperature else sampling_lib.SamplingConfig()
 
 
 class Replies:
-  """Bodies of the responses to a call."""
+  """Makes the bodies of responses to a call."""
 
   def __init__(self, call: Call, model: str):
-    """Gives the response an id, which all events of a stream share.
+    """Assigns an id, shared by all events of a stream.
 
     Args:
       call: the request.
@@ -278,7 +277,7 @@ class Replies:
     self._head |= {'created': int(time.time()), 'model': model}
 
   def body(self, completion: engine_lib.Completion) -> dict[str, Any]:
-    """Returns the body of a response that is not streamed."""
+    """Returns the body of a non-streaming response."""
     message = {'message': {'role': 'assistant', 'content': completion.text}}
     content = message if self._call.is_chat else {'text': completion.text}
     choices = [_choice(content, completion.ended)]
@@ -291,8 +290,8 @@ class Replies:
 
     Args:
       text: new text.
-      ended: reason that the completion ended; None before that.
-      first: whether it is the first event, which names the role.
+      ended: reason of the completion's end; None before the end.
+      first: whether this is the first event, which has the role.
     """
     content = {'text': text}
     if self._call.is_chat:
@@ -301,7 +300,7 @@ class Replies:
     return {**self._head, 'choices': [_choice(content, ended)]}
 
   def usage(self, completion: engine_lib.Completion) -> dict[str, Any]:
-    """Returns the event with the numbers of tokens."""
+    """Returns the event with token counts."""
     return {**self._head, 'choices': [], 'usage': self._usage(completion)}
 
   def _usage(self, completion: engine_lib.Completion) -> dict[str, int]:
@@ -311,6 +310,6 @@ class Replies:
 
 
 def _choice(content: Mapping[str, Any], ended: str | None) -> dict[str, Any]:
-  # OpenAI's API has the same reason for EOS and for a stop string.
+  # OpenAI uses the same reason for EOS and for a stop string.
   reason = 'stop' if ended == 'eos' else ended
   return {'index': 0, **content, 'logprobs': None, 'finish_reason': reason}

@@ -1,4 +1,4 @@
-"""Runs of adapters over the model that a server has loaded.
+"""Opens and reads adapters over the served model.
 
 Must not import the HTTP application.
 """
@@ -31,8 +31,7 @@ def open_runs(
     The name of each run (`model_on_disk.title`) -> the run.
 
   Raises:
-    UserError: a run has no adapters or those of another base, or two names are
-      equal.
+    UserError: a run has no adapters or another base, or two names are equal.
   """
   names = [model_on_disk.title(run) for run in runs]
   counts = Counter([model_on_disk.title(base.name), *names])
@@ -67,10 +66,10 @@ def read(
     The parameters, for `LoadedModel.engine`.
 
   Raises:
-    UserError: the shape of a parameter differs.
+    UserError: a parameter has another shape.
   """
   adapters = adapters_lib.Adapters(loaded.config, stored.adapters.options)
-  # A reward model has a head; tables may be padded to another multiple.
+  # Reward models have another head; tables may have other padding.
   if differing := dict(adapters.table.items() ^ stored.adapters.table.items()):
     raise errors.UserError(
       f'--adapters has {stored.name}, whose {min(differing)} differs from that'

@@ -1,6 +1,6 @@
-"""Text of a continuation that is still being generated.
+"""Incremental detokenization of a continuation.
 
-Knows vocabularies, but neither the engine nor HTTP.
+Uses vocabularies; must not depend on the engine or HTTP.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,10 +15,10 @@ _INCOMPLETE = '\ufffd'
 
 
 class TextStream:
-  """Turns tokens into text that later tokens do not change.
+  """Decodes tokens to text that later tokens cannot change.
 
-  Held back until more tokens come: bytes of an incomplete character, and text
-  that may be the beginning of a stop string.
+  Holds back bytes of an incomplete character, and text that may begin a stop
+  string.
   """
 
   def __init__(
@@ -27,12 +27,12 @@ class TextStream:
     decode: Callable[[np.ndarray], str],
     stop: Sequence[str],
   ):
-    """Starts a text.
+    """Starts an empty text.
 
     Args:
       writer: vocabulary of the tokens.
-      decode: returns the text of all tokens, as the engine does.
-      stop: texts that end the continuation.
+      decode: decodes all tokens, like the engine.
+      stop: stop strings.
     """
     self._writer, self._decode, self._stop = writer, decode, stop
     self._special = set(writer.specials.values())
@@ -40,17 +40,17 @@ class TextStream:
     self._sent = ''
 
   def add(self, tokens: np.ndarray) -> str:
-    """Adds tokens [n]; returns the new text that is certain."""
+    """Adds tokens [n]; returns the new final text."""
     self._tokens += tokens.tolist()
-    # All tokens are decoded each time, as the engine does: the text of a token
-    # depends on those before it. Ids that pad the table are not tokens.
+    # Decode all tokens each time, like the engine: the text of a token depends
+    # on its predecessors. Ids of padding rows are not tokens.
     plain = [
       token
       for token in self._tokens
       if token < self._writer.size and token not in self._special
     ]
-    # A run of byte tokens among pieces is decoded as a whole: its end may
-    # change its start.
+    # Hold back trailing byte tokens, which are decoded together: the end of a
+    # run may change its start.
     if not self._writer.is_of_bytes:
       while plain and _BYTE.fullmatch(self._writer.piece(plain[-1])):
         plain.pop()
@@ -58,8 +58,8 @@ class TextStream:
     return self.send(self._certain(text.rstrip(_INCOMPLETE)))
 
   def send(self, text: str) -> str:
-    """Returns the part of a text that has not been sent; it counts as sent."""
-    # A text that differs from the sent one cannot be taken back.
+    """Returns the unsent part of a text, and marks it as sent."""
+    # Sent text cannot be retracted.
     if not text.startswith(self._sent):
       return ''
     new, self._sent = text[len(self._sent) :], text
