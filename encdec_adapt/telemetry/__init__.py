@@ -1,4 +1,4 @@
 """Metrics, progress, timing, cost, profiles, and the environment report.
 
-Imports `files`, and no model or data.
+Of the package, this folder imports only `files` and `base`.
 """
