@@ -76,18 +76,6 @@ class Settings:
     """The sharding rules of `config.mesh.rules`."""
     return rules_lib.RULES[self.mesh.rules]
 
-  def on(
-    self, platform: str, earlier: Mapping[str, Any] | None = None
-  ) -> 'Settings':
-    """Returns the settings for devices; see `ComputeConfig.on`.
-
-    Args:
-      platform: 'cpu', 'gpu' or 'tpu'.
-      earlier: keys of `config.compute` to keep in a resumed job.
-    """
-    compute = self.compute.on(platform, earlier)
-    return dataclasses.replace(self, compute=compute)
-
 
 @dataclasses.dataclass(frozen=True)
 class _Root:

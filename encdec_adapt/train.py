@@ -5,10 +5,10 @@ r"""Trains a model: a full job, from configuration to last checkpoint.
 
 Repeating the command resumes an interrupted job.
 
-`train` reads from top to bottom: models, checkpoint to start from, data, state,
-loop objects, steps, end. A recipe (`training/recipes/`) declares the inputs and
-metrics of a kind of training, `training/jobs/` opens them, and the update is in
-`training/step.py`.
+`train` reads from top to bottom: models and start, data, state, loop objects,
+steps, end. A recipe (`training/recipes/`) declares the inputs and metrics of a
+kind of training, `training/jobs/` opens them, `training/start.py` reads the
+initial state, and the update is in `training/step.py`.
 """
 
 from collections.abc import Mapping
@@ -26,29 +26,24 @@ from encdec_adapt.cli import command
 from encdec_adapt.cluster import (
   code_limits,
   distributed,
-  host_memory,
   lock,
   preemption,
 )
 from encdec_adapt.cluster import watchdog as watchdog_lib
 from encdec_adapt.evaluation import evaluators as evaluators_lib
 from encdec_adapt.files import paths
-from encdec_adapt.models import execution, parameters
-from encdec_adapt.planner import dry_run, out_of_memory
+from encdec_adapt.planner import job_memory
 from encdec_adapt.stored import inherited_framing, run_artifacts
-from encdec_adapt.telemetry import environment, job_log, profiling
-from encdec_adapt.training import job_telemetry, remat_choice, setup
-from encdec_adapt.training import phases as phases_lib
+from encdec_adapt.telemetry import job_log, profiling
+from encdec_adapt.training import job_telemetry, setup
+from encdec_adapt.training import start as start_lib
 from encdec_adapt.training import step as step_lib
 from encdec_adapt.training.jobs import (
   completion_rewards,
-  frozen_models,
   open_batches,
-  origin,
 )
 from encdec_adapt.training.jobs import job as job_lib
 from encdec_adapt.training.jobs import resolved as resolved_lib
-from encdec_adapt.training.jobs import trained as trained_lib
 
 define_flags = command.define(
   command.define_config,
@@ -74,10 +69,10 @@ def main(values: flags.FlagValues) -> int:
     if values.dry_run:
       workdir = values.workdir or ''
       settings = config_lib.load(values.config, workdir, sources=False)
-      print(dry_run.describe(settings))
+      print(job_memory.describe(settings))
       return 0
     command.require(values, 'workdir')
-    explained = out_of_memory.explained(values['config'])
+    explained = job_memory.explained(values['config'])
     with explained, code_limits.allowed(values.allow_code):
       made_by = command.made_by(values, 'train')
       return run(values.config, values.workdir, made_by)
@@ -124,15 +119,11 @@ def train(
       damaged; or too many consecutive updates or the final losses are not
       finite.
   """
-  log = print if distributed.is_lead() else lambda *_: None
   recipe = settings.recipe
 
-  # -- Models ------------------------------------------------------------------
+  # -- Models and checkpoint to start from -------------------------------------
 
   mesh = setup.make_mesh(settings.mesh, settings.compute.compile_cache)
-  device = mesh.devices.flat[0]
-  if device.platform == 'cpu':
-    host_memory.keep_freed(parameters.count(recipe.model))
   setup.check_job(
     settings.train, settings.data, settings.compute, mesh, settings.rules
   )
@@ -140,93 +131,33 @@ def train(
   checkpoints = manager.Checkpoints(
     paths.join(workdir, manager.FOLDER), settings.checkpoint
   )
-  start = checkpoints.latest()  # A step, or None for a new job.
-  saved = None if start is None else checkpoints.at(start).read_meta()
-  fingerprint = environment.fingerprint() | {'mesh': dict(mesh.shape)}
-  # Resolves all 'auto' values except `remat`, which is chosen once all else is
-  # in memory.
-  compute = settings.compute.on(
-    device.platform, saved and remat_choice.earlier_compute(saved, fingerprint)
-  )
-  setup.check_stacks(compute, recipe.model, device)
-  placement = setup.place_model(
-    recipe.model, compute, mesh, settings.rules, settings.adapters
-  )
+  saved = checkpoints.latest()  # None for a new job.
   # Only opened: parameters are read below, after the other inputs are checked.
-  frozen = frozen_models.open_frozen(settings, compute, placement)
-  phases = phases_lib.Phases(
-    placement, recipe, settings.optimizer, settings.train, frozen.models
-  )
-
-  # -- Checkpoint to start from ------------------------------------------------
-
+  phases, frozen = job_lib.open_models(settings, mesh, saved)
   steps = settings.train.steps
   setup.require_space(checkpoints, phases, settings.checkpoint, steps)
-  config = config_lib.with_compute(config, compute)
-  if start is None:
-    checkpoints.check_not_lost()
-    source = origin.FromSources(settings, compute, phases, log)
-  else:
-    source = origin.FromCheckpoint(
-      settings, checkpoints.at(start), saved, config.to_dict(), phases, log
-    )
+  start = start_lib.open_start(config, settings, checkpoints, saved, phases)
 
   # -- Data --------------------------------------------------------------------
 
   data = setup.open_data(settings.data)
-  order = {'records': data.train.digests, 'seed': settings.seed}
-  source.check_rows(order, data.train.ranges)
+  start.check_rows(data.train)
   frozen.check(data.train)
-  step = first = start or 0
-  loader, stored = open_batches.open_loader(
-    settings,
-    data,
-    placement,
-    source.cost,
-    first,
-    teacher=job_lib.reads_teacher_row(settings, frozen),
+  loader = open_batches.open_loader(
+    settings, data, phases.placement, frozen, start.cost, start.step
   )
   if not steps:  # The records determine the length of the job.
-    steps = first + loader.remaining
+    steps = start.step + loader.remaining
     setup.require_space(checkpoints, phases, settings.checkpoint, steps)
-  resolved = resolved_lib.Resolved.of(settings, compute, steps)
-  job = job_lib.Job(
-    workdir, settings, resolved, phases, frozen, data, loader, log
+  resolved = resolved_lib.Resolved.of(
+    settings, phases.placement.model.compute, steps
   )
-  log(
-    f'{type(recipe.model).__name__}: {parameters.count(recipe.model):,}'
-    f' parameters on {dict(mesh.shape)}; {len(data.train):,} training rows,'
-    f' {steps:,} steps'
-  )
+  job = job_lib.Job(workdir, settings, resolved, phases, frozen, data, loader)
+  distributed.log(job.describe())
 
   # -- State -------------------------------------------------------------------
 
-  # The first step donates the state's buffers: another reference to the
-  # parameters would keep a second copy in memory.
-  base = source.read_base()
-  state, costs = source.begin(
-    workdir, data.vocabularies, frozen.references.values(), fingerprint
-  )
-  params, digests = frozen.read(source.base, base)
-  source.check_references(digests | stored)
-  trained = trained_lib.Trained(phases, resolved.schedule, base, params)
-  chosen = source.chosen_remat(compute.remat)  # The saved choice of 'auto'.
-  if compute.remat == execution.AUTO:
-    trained, chosen = trained.with_remat(job, state)
-    config = config_lib.with_compute(config, trained.compute)
-  meta = {  # Saved with every state.
-    'config': config.to_dict(),
-    'environment': environment.report(),
-    'fingerprint': fingerprint,
-    'vocabularies': data.vocabularies.describe(),
-    'order': order,
-    'sources': costs,
-    'references': digests | stored,
-    'remat': chosen,
-    **source.described_base,
-  }
-  if distributed.is_lead():
-    run_artifacts.write_config(workdir, config, meta['environment'], made_by)
+  state, trained, meta = start.begin(job, made_by)
 
   # -- Loop objects ------------------------------------------------------------
 
@@ -235,11 +166,12 @@ def train(
     settings.train,
     recipe.metrics,
     meta['config'],
-    start,
-    resume_checks.report_end(loader.remaining, first, steps, log),
-    source.cost,
+    start.saved_step,
+    resume_checks.report_end(
+      loader.remaining, start.step, steps, distributed.log
+    ),
+    start.cost,
     job.flops(),
-    log,
   )
   watchdog = watchdog_lib.Watchdog(
     workdir, jax.process_index(), settings.train.hang_seconds
@@ -263,7 +195,7 @@ def train(
 
   # -- Steps -------------------------------------------------------------------
 
-  stopping = last = False
+  step, stopping, last = start.step, False, False
   with contextlib.ExitStack() as stack:
     # Closed in reverse order: the checkpoints first, to complete the last save
     # even after an exception, unless another process is missing.
@@ -273,7 +205,7 @@ def train(
     # Completing a save may take longer than a step's timeout.
     stack.callback(lambda: watchdog.beat(step, 'save'))
 
-    if start is None:
+    if start.saved_step is None:
       evaluators.run(step, state)
     while (
       step < steps
@@ -283,7 +215,7 @@ def train(
       step_start = time.perf_counter()
 
       # Phase: the trainable groups. Each phase compiles a step function.
-      compiling = step == first or phases.begins(step)
+      compiling = step == start.step or phases.begins(step)
       if compiling:
         state = phases.thaw(state, step)
         train_step = trained.make_step(step)
@@ -300,13 +232,13 @@ def train(
         raise
       if sampled:
         watchdog.beat(step, 'compile' if compiling else 'step')
-      if step == first and distributed.is_lead():
+      if step == start.step and distributed.is_lead():
         run_artifacts.remove_summary(workdir)  # Of an earlier, shorter job.
 
       # Update. Dispatch is asynchronous: the host continues immediately.
       profiler.begin_step(step)
       with telemetry.spent('compile' if compiling else 'dispatch'):
-        batch = step_lib.place_batch(rows, placement, recipe.rows.axes)
+        batch = step_lib.place_batch(rows, job.placement, recipe.rows.axes)
         state, metrics = train_step(state, batch)
       if compiling:
         telemetry.compiled()
@@ -351,13 +283,17 @@ def train(
 
   loader.close()
   if stopping and not (last or telemetry.over_budget):
-    log(f'asked to stop: saved step {step}, exiting with {exit_status.RESTART}')
+    distributed.log(
+      f'asked to stop: saved step {step}, exiting with {exit_status.RESTART}'
+    )
     return exit_status.RESTART
   if note := telemetry.describe_end(step, steps, within):
-    log(note)
+    distributed.log(note)
   if distributed.is_lead():
     used = step if within is None else within
-    run_artifacts.write_summary(workdir, settings, used, source.cost, costs)
+    run_artifacts.write_summary(
+      workdir, settings, used, start.cost, meta['sources']
+    )
   # Process 0 must commit the last checkpoint before any process exits.
   distributed.barrier('the end')
   return 0

@@ -340,14 +340,14 @@ def test_auto_follows_the_devices_and_the_job_that_is_resumed(
   fields = {'flags': f'sse {features}'}
   monkeypatch.setattr(environment, '_cpu_fields', lambda: fields)
   settings = _load(BASE)
-  cpu, tpu = settings.on('cpu').compute, settings.on('tpu').compute
+  cpu, tpu = settings.compute.on('cpu'), settings.compute.on('tpu')
   assert (cpu.dtype, cpu.remat) == (dtype, 'none')
   assert (tpu.dtype, tpu.remat) == ('bfloat16', 'auto')
   saved = {'dtype': 'float32', 'remat': 'dots'}
-  resumed = settings.on('tpu', saved).compute
+  resumed = settings.compute.on('tpu', saved)
   assert (resumed.dtype, resumed.remat) == ('float32', 'dots')
-  stated = _load(BASE, '--config.compute.remat=attention').on('tpu', saved)
-  assert stated.compute.remat == 'attention'
+  stated = _load(BASE, '--config.compute.remat=attention').compute
+  assert stated.on('tpu', saved).remat == 'attention'
 
 
 def test_shares_of_the_steps_follow_the_flags():

@@ -336,8 +336,8 @@ class Checkpoints(contextlib.AbstractContextManager):
       with contextlib.suppress(*ignored):
         self._orbax.close()
 
-  def latest(self) -> int | None:
-    """Returns the newest undamaged step; None if there is none.
+  def latest(self) -> Checkpoint | None:
+    """Returns the newest undamaged checkpoint; None if there is none.
 
     Newer damaged steps are moved aside, with a warning on standard error, and
     can be saved again.
@@ -349,7 +349,7 @@ class Checkpoints(contextlib.AbstractContextManager):
     step = distributed.from_lead(self._newest_verified, 'checkpoints-latest')
     # Orbax caches the steps, and would skip saving steps moved aside.
     self._orbax.reload()
-    return step
+    return None if step is None else self.at(step)
 
   def discard(self, first: int) -> int | None:
     """Deletes the steps from `first` on; nothing can be saved afterwards.

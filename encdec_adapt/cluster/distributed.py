@@ -287,6 +287,12 @@ def is_lead() -> bool:
   return jax_distributed.global_state.process_id == 0
 
 
+def log(text: str) -> None:
+  """Prints a text on process 0."""
+  if is_lead():
+    print(text)
+
+
 def count_and_index() -> tuple[int, int]:
   """Returns the number of processes, and the 0-based index of this one."""
   state = jax_distributed.global_state

@@ -430,7 +430,7 @@ def read_as_trained(stored: model_on_disk.StoredModel) -> LoadedModel:
   mesh = inference_mesh(stored.model)
   if stored.step is not None:
     run = config_lib.load_run(str(stored.path))
-    dtype = run.on(mesh.devices.flat[0].platform).compute.dtype
+    dtype = run.compute.on(mesh.devices.flat[0].platform).dtype
   return read(stored, dtype=jnp.dtype(dtype), mesh=mesh)
 
 

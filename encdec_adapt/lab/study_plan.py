@@ -253,12 +253,12 @@ def _steps(
 
 
 def _job(
-  settings: config_lib.Settings, mesh: jax.sharding.Mesh
+  settings: config_lib.Settings, platform: str, mesh: jax.sharding.Mesh
 ) -> programs.Job:
   """Returns a training step, without its frozen models."""
   frozen = settings.recipe.frozen.items()
   assumed = {name: model.without_path() for name, model in frozen}
-  return programs.Job.of('train', settings, mesh, frozen=assumed)
+  return programs.Job.of('train', settings, platform, mesh, frozen=assumed)
 
 
 def measure(
@@ -280,7 +280,7 @@ def measure(
     cache = cache or str(paths.at(path).parent / 'compiled')
     mesh = setup.make_mesh(settings.mesh, cache)
     start = time.perf_counter()
-    step = _time(settings.on(mesh.devices.flat[0].platform), mesh)
+    step = _time(settings, mesh)
     took = progress.format_seconds(time.perf_counter() - start)
     print(f'compiled and measured a step in {took}', flush=True)
     return step
@@ -301,9 +301,8 @@ def plan(
   hardware = chips.parse(topology)
 
   def planned(settings):
-    settings = settings.on(hardware.chip.kind)
     mesh = program_plans.make_mesh(settings, hardware)
-    job = _job(settings, mesh)
+    job = _job(settings, hardware.chip.kind, mesh)
     _, estimate = program_plans.choose_and_plan(job, hardware)
     # No roofline if the program does not fit in memory.
     return estimate['roofline'] and {
@@ -319,7 +318,7 @@ def _time(
   settings: config_lib.Settings, mesh: jax.sharding.Mesh
 ) -> dict[str, Any]:
   """Compiles a training step and runs it on zeros."""
-  job = _job(settings, mesh)
+  job = _job(settings, mesh.devices.flat[0].platform, mesh)
   program = job.program()
   with jax.set_mesh(mesh):
     shapes = program.call(program.arguments)

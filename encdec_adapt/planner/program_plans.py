@@ -43,7 +43,7 @@ def make(
   """
   mesh, plans = make_mesh(settings, slices), {}
   for name in names:
-    job = programs.Job.of(name, settings, mesh, examples)
+    job = programs.Job.of(name, settings, slices.chip.kind, mesh, examples)
     job, plans[name] = choose_and_plan(job, slices)
     if not plans[name]['fits']:
       plans[name] |= plan_search.remedies(job, plans[name], slices)

@@ -80,6 +80,7 @@ class Job:
     cls,
     name: str,
     settings: config_lib.Settings,
+    platform: str,
     mesh: Mesh | AbstractMesh,
     examples: int = 1,
     frozen: Mapping[str, recipe_lib.FrozenModel] | None = None,
@@ -88,7 +89,8 @@ class Job:
 
     Args:
       name: name of the program.
-      settings: the configuration, resolved for the mesh's devices.
+      settings: the configuration.
+      platform: 'cpu', 'gpu' or 'tpu'; CPU devices may stand in for GPUs.
       mesh: the mesh.
       examples: examples per row.
       frozen: the frozen models; defaults to the recipe's.
@@ -102,7 +104,7 @@ class Job:
       mesh,
       settings.rules,
       settings.model,
-      settings.compute,
+      settings.compute.on(platform),
       settings.data,
       recipe,
       recipe.frozen if frozen is None else frozen,

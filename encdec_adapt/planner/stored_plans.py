@@ -19,8 +19,8 @@ from encdec_adapt.planner import chips
 from encdec_adapt.telemetry import environment
 
 _GIB = 2**30
-# Configuration sections that determine the programs.
-_SECTIONS = 'model', 'compute', 'teacher', 'optimizer', 'train', 'mesh'
+# Sections, beside `compute`, that determine the programs.
+_SECTIONS = 'model', 'teacher', 'optimizer', 'train', 'mesh'
 
 
 def request(config_flag, hardware: chips.Slice) -> dict[str, Any]:
@@ -41,14 +41,19 @@ def versions(chip: chips.Chip) -> dict[str, str]:
   return {'jax': environment.versions()['jax']} | names
 
 
-def digest(settings: config_lib.Settings) -> str:
+def digest(settings: config_lib.Settings, platform: str) -> str:
   """Returns a checksum of the settings that determine a program.
 
   Stored plans contain it, so a test detects later changes to their
   configuration. Default values, and axes that are unsharded or unused, are left
   out, so new keys and axes change no digest.
+
+  Args:
+    settings: the configuration.
+    platform: 'cpu', 'gpu' or 'tpu'.
   """
   sections = {name: _changes(getattr(settings, name)) for name in _SECTIONS}
+  sections['compute'] = _changes(settings.compute.on(platform))
   sections['loss'] = _changes(settings.recipe.loss)
   data = settings.data
   rules = settings.rules.as_dict().items()
@@ -119,10 +124,11 @@ def shipped(
   """Returns a configuration's plan in configs/plans, or None.
 
   Args:
-    settings: the configuration for the chips.
+    settings: the configuration.
     hardware: target chips.
   """
-  chosen = digest(settings), hardware.name, hardware.count
+  kind = hardware.chip.kind
+  chosen = digest(settings, kind), hardware.name, hardware.count
   return next(
     (
       plan

@@ -1,6 +1,6 @@
 """Parts of the training loop: setup, state, step, losses, optimizers, phases.
 
 Each loss is a module in `losses`. Objectives and framing are in `objectives`,
-records in `data`, checkpoints in `checkpoints`. Only `jobs` imports `config`
-and `stored`; nothing imports `evaluation`, `planner` or the commands.
+records in `data`, checkpoints in `checkpoints`. Only `jobs` and `start` import
+`config` and `stored`; nothing imports `evaluation`, `planner` or the commands.
 """

@@ -8,7 +8,7 @@ and prints; the others only count.
 """
 
 import collections
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 import contextlib
 import os
 from typing import Any
@@ -53,7 +53,6 @@ class JobTelemetry(contextlib.AbstractContextManager):
     end: int,
     cost: compute_cost.Cost,
     flops_per_step: float,
-    log: Callable[[str], None],
   ):
     """Opens the metrics, and drops records after the restored step.
 
@@ -66,10 +65,9 @@ class JobTelemetry(contextlib.AbstractContextManager):
       end: last step of the job.
       cost: totals at that step.
       flops_per_step: model FLOPs of a step on all devices.
-      log: prints a line on process 0.
     """
     self.cost, self.start = cost, start or 0
-    self._end, self._log_every, self._log = end, train.log_every, log
+    self._end, self._log_every = end, train.log_every
     self._flops = flops_per_step
     self._guard = guards.NonFiniteGuard(workdir, train.max_skipped)
     self._split = timing.TimeSplit()
@@ -92,7 +90,7 @@ class JobTelemetry(contextlib.AbstractContextManager):
       )
       lost = self._writer.dropped
       if lost and start is None:
-        log(f'{len(lost):,} records of metrics are dropped')
+        distributed.log(f'{len(lost):,} records of metrics are dropped')
       steps = [record for record in lost if record['kind'] == 'time']
       self._starts = timing.Starts(workdir, start or 0, steps)
     # Step -> selected metric; equal on all processes, for early stopping. Sent
@@ -184,7 +182,9 @@ class JobTelemetry(contextlib.AbstractContextManager):
     self._write('time', step, times)
     self._guard.check(step, values['skipped_in_row'], rows)
     if step % self._log_every == 0 or step == self._end:
-      self._log(self._meter.line(values['loss'], grad=values['gradient_norm']))
+      distributed.log(
+        self._meter.line(values['loss'], grad=values['gradient_norm'])
+      )
       if self._starts:
         goodput = self._starts.goodput(self.cost.seconds)
         memory = environment.memory_high_water()
@@ -199,7 +199,7 @@ class JobTelemetry(contextlib.AbstractContextManager):
     """Writes held-out metrics and prints the selected metric."""
     value = values[self._held_out.selects]
     text = held_out_metrics.describe(self._held_out, value)
-    self._log(f'step {step}: {text} {self._held_out.unit}')
+    distributed.log(f'step {step}: {text} {self._held_out.unit}')
     curves = {name: values[name] for name in self._held_out.curves}
     tokens = {'target_tokens': self.cost.target_tokens}
     self._write('eval', step, curves | tokens)
@@ -208,7 +208,7 @@ class JobTelemetry(contextlib.AbstractContextManager):
   def record_scores(self, step: int, scores: Mapping[str, float]) -> None:
     """Writes and prints the scores of evaluators."""
     shown = ', '.join(f'{name} {value:.4g}' for name, value in scores.items())
-    self._log(f'step {step}: {shown}')
+    distributed.log(f'step {step}: {shown}')
     self._write('scores', step, scores)
 
   def show(self, name: str, step: int, rows: trackers.Rows) -> None:

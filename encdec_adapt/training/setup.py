@@ -1,7 +1,7 @@
 """Builds mesh, models and data for training and the other commands.
 
 Functions take sections of the configuration; this module does not import
-`config`. Only `training.jobs.job_models` reads stored models.
+`config`. Only `training.jobs` reads stored models.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -61,6 +61,11 @@ def make_mesh(config: mesh_lib.MeshConfig, cache: str = '') -> Mesh:
     return mesh_lib.make_mesh(config)
   except ValueError as error:
     raise errors.UserError(str(error)) from error
+
+
+def fingerprint(mesh: Mesh) -> dict[str, Any]:
+  """Returns the environment and mesh that a bit-equal resume requires."""
+  return environment.fingerprint() | {'mesh': dict(mesh.shape)}
 
 
 def check_job(

@@ -47,7 +47,7 @@ def load(path):
     plan.define_flags, stored_plans.flags(written, ['train'])
   )
   settings = config_lib.load(values.config, sources=False)
-  return written, where, settings.on(where.chip.kind)
+  return written, where, settings
 
 
 def sums(plan):
@@ -71,13 +71,13 @@ def test_the_rule_would_choose_the_policy_of_a_row(path):
     mesh = mesh_lib.make_mesh(settings.mesh, chips.devices_of(where))
   else:
     mesh = AbstractMesh(settings.mesh.sizes(where.devices), mesh_lib.AXES)
-  job = programs.Job.of('train', settings, mesh)
+  job = programs.Job.of('train', settings, where.chip.kind, mesh)
   sizes = analytic_estimate.Arguments.of(job, job.program())
   held = sum((*sizes.bytes.values(), *sizes.beside.values()))
   trained, kind = sizes.bytes['parameters'], where.chip.kind
   chip = where.chip.name
   estimates = remat_choice.estimates(job.work, held, trained, kind)
-  policy = settings.compute.remat
+  policy = job.compute.remat
   compiled = written['programs']['train']['memory']['peak']
   ratio = compiled / estimates[policy]
 
@@ -128,8 +128,8 @@ def test_no_stored_plan_is_of_an_earlier_configuration():
   stale = [
     path.stem
     for path in PATHS
-    for written, _, settings in [load(path)]
-    if stored_plans.digest(settings) != written['digest']
+    for written, where, settings in [load(path)]
+    if stored_plans.digest(settings, where.chip.kind) != written['digest']
   ]
   assert not stale, 'the configurations have changed: compile these again'
 
@@ -155,7 +155,7 @@ def test_the_cost_model_is_near_the_compiled_plan(path):
   if len(devices) < where.devices:
     pytest.skip('fewer devices stand in for GPUs')
   mesh = mesh_lib.make_mesh(settings.mesh, devices)
-  job = programs.Job.of('train', settings, mesh)
+  job = programs.Job.of('train', settings, where.chip.kind, mesh)
   given = analytic_estimate.Arguments.of(job, job.program())
   found = analytic_estimate.describe(job, where, given)
   peak = written['programs']['train']['memory']['peak']

@@ -84,10 +84,10 @@ def _fit(rows, slices) -> None:
   shares = list(itertools.product(np.arange(0.5, 1, 0.02), (0.7, 0.8, 0.9)))
   estimates = np.zeros((len(shares), len(rows)))
   for column, (row, where) in enumerate(zip(rows, slices, strict=True)):
-    settings = _settings(row).on('gpu')
+    settings = _settings(row)
     mesh = mesh_lib.make_mesh(settings.mesh, chips.devices_of(where))
     examples = row.get('examples', 1)
-    job = programs.Job.of('train', settings, mesh, examples)
+    job = programs.Job.of('train', settings, 'gpu', mesh, examples)
     program = job.program()
     lowered = program.lower(mesh)
     with jax.set_mesh(mesh):

@@ -75,10 +75,10 @@ def _cell(name: str, argument: str, *changes: str, card: str) -> str:
   flags = [*defaults, *changes, 'compute.remat=auto']
   flags = [f'--config=gemma2:{argument}', *(f'--config.{x}' for x in flags)]
   values = command.parse(plan.define_flags, flags)
-  settings = config_lib.load(values.config, sources=False).on('gpu')
+  settings = config_lib.load(values.config, sources=False)
   mesh = program_plans.make_mesh(settings, slices)
   examples = 8 if '4 rows' in name else 1  # As measured.
-  job = programs.Job.of(program, settings, mesh, examples)
+  job = programs.Job.of(program, settings, 'gpu', mesh, examples)
   job, estimate = program_plans.choose_and_plan(job, slices)
   gib = f'{estimate["memory"]["peak"] / 2**30:.0f} GiB'
   if not estimate['fits']:

@@ -33,7 +33,7 @@ def test_half_a_step_is_removed(bucket, store):
   with manager.Checkpoints(bucket) as checkpoints:
     assert store.names(f'{store.key(bucket)}/6/') == []
     _save(checkpoints, 6)
-    assert checkpoints.latest() == 6
+    assert checkpoints.latest().step == 6
 
 
 def test_a_save_that_the_bucket_refuses_is_an_error(bucket, store):

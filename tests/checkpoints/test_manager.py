@@ -124,7 +124,7 @@ def test_the_best_of_all_steps_is_kept_and_opened(place, capsys):
       _save(checkpoints, step, loss=losses[step])
   # As after a kill: nothing is remembered.
   with _open(place, keep=1, keep_best=True) as checkpoints:
-    assert checkpoints.latest() == 3
+    assert checkpoints.latest().step == 3
     for step in (4, 5, 6):
       _save(checkpoints, step, loss=losses[step])
     assert checkpoints.all_steps() == [2, 6]
@@ -171,7 +171,7 @@ def test_round_trip_of_the_newest_and_every_third(place):
     assert checkpoints.all_steps() == [3, 4, 5]
   assert {name.split('/')[0] for name in paths.tree(place)} == {'3', '4', '5'}
   with manager.Checkpoints(place) as checkpoints:
-    assert checkpoints.latest() == 5
+    assert checkpoints.latest().step == 5
     restored = checkpoints.at(5).restore(_abstract())
     _assert_equal(restored, _state(5))
     assert checkpoints.at(5).read_data() == {'row': 40}
@@ -215,13 +215,13 @@ def test_a_damaged_step_is_moved_aside_and_saved_again(place, capsys):
   before = paths.tree(place / '6')
   _flip(_largest(place / '6' / 'state'))
   with manager.Checkpoints(place) as checkpoints:
-    assert checkpoints.latest() == 3
+    assert checkpoints.latest().step == 3
     assert 'step 6 is damaged' in capsys.readouterr().err
     assert paths.tree(place / 'damaged-00000006') == before
     assert checkpoints.all_steps() == [3]
     _save(checkpoints, 6, seed=60)
   with manager.Checkpoints(place) as checkpoints:
-    assert checkpoints.latest() == 6
+    assert checkpoints.latest().step == 6
     _assert_equal(checkpoints.at(6).restore(_abstract()), _state(60))
 
 
@@ -229,7 +229,7 @@ def test_a_readable_step_without_a_manifest_gets_one(place):
   _save_steps(place, 6)
   (place / '6' / checksums.FILE).unlink()
   with manager.Checkpoints(place) as checkpoints:
-    assert checkpoints.latest() == 6
+    assert checkpoints.latest().step == 6
     assert checksums.problems(place / '6') == []
     _assert_equal(checkpoints.at(6).restore(_abstract()), _state(6))
 
@@ -244,7 +244,7 @@ def test_an_unreadable_step_without_a_manifest_is_moved_aside(
   folder = saved / '6' / item
   damage(_largest(folder / 'd') if item == 'state' else folder / 'metadata')
   with manager.Checkpoints(saved) as checkpoints:
-    assert checkpoints.latest() == 3
+    assert checkpoints.latest().step == 3
     assert (saved / 'damaged-00000006').is_dir()
 
 
@@ -263,7 +263,7 @@ def test_a_step_that_the_disk_cannot_read_is_not_moved(saved, monkeypatch):
       said = f'{path} cannot be read .Stale file handle.'
       with pytest.raises(errors.UserError, match=said):
         checkpoints.latest()
-    assert checkpoints.latest() == 6
+    assert checkpoints.latest().step == 6
 
 
 def test_leftovers_of_kills_are_removed(saved):
@@ -271,7 +271,7 @@ def test_leftovers_of_kills_are_removed(saved):
   (saved / 'deleting-00000001' / 'state').mkdir(parents=True)
   with manager.Checkpoints(saved) as checkpoints:
     assert sorted(path.name for path in saved.iterdir()) == ['3', '6']
-    assert checkpoints.latest() == 6
+    assert checkpoints.latest().step == 6
 
 
 @pytest.mark.parametrize('step', [6, 5])
@@ -302,7 +302,7 @@ def test_a_clock_that_jumps_forwards_fails_no_save(tmp_path, monkeypatch):
   with manager.Checkpoints(tmp_path) as checkpoints:
     monkeypatch.setattr(time, 'time', lambda: next(clock))
     _save(checkpoints, 1)
-    assert checkpoints.latest() == 1
+    assert checkpoints.latest().step == 1
 
 
 @pytest.mark.parametrize('name', ['[!a]', 'a**', 'a?', 'a\\b', 'a\udcff'])

@@ -137,12 +137,11 @@ def job_of(settings: config_lib.Settings, name: str = 'train') -> programs.Job:
     for name, model in settings.recipe.frozen.items()
   }
   mesh = mesh_lib.make_mesh(mesh_lib.MeshConfig(), jax.devices()[:1])
-  return programs.Job.of(name, settings, mesh, frozen=frozen)
+  return programs.Job.of(name, settings, 'cpu', mesh, frozen=frozen)
 
 
 def shapes(settings: config_lib.Settings) -> dict:
   """Arguments of a job's programs, and the groups that train."""
-  settings = settings.on('cpu')
   names = 'train', 'eval', *['sample'] * (settings.recipe.sampling is not None)
   result = {}
   for name in names:

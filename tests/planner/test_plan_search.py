@@ -64,7 +64,7 @@ def test_a_reference_of_adapters_is_counted_if_it_is_not_the_base(
     config.update_from_flattened_dict({key.replace('__', '.'): value})
   settings = config_lib.load(config, sources=False)
   mesh = mesh_lib.make_mesh(settings.mesh, jax.devices()[:1])
-  job = programs.Job.of('train', settings, mesh)
+  job = programs.Job.of('train', settings, 'cpu', mesh)
   program = job.program()
   assert len(job.references.keys() & program.arguments.keys()) == count
 

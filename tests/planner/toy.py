@@ -43,7 +43,7 @@ def job(name='train', **changes):
     config.update_from_flattened_dict({key.replace('__', '.'): value})
   settings = config_lib.load(config, sources=False)
   mesh = mesh_lib.make_mesh(settings.mesh, jax.devices()[:8])
-  return programs.Job.of(name, settings, mesh)
+  return programs.Job.of(name, settings, 'cpu', mesh)
 
 
 # Sampling needs a policy, and scoring its reward model, which is not there.

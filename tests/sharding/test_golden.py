@@ -95,7 +95,7 @@ def describe(name: str, argument: str) -> tuple[str, dict[str, dict]]:
   config.teacher.checkpoint = ''  # Then it has the decoder's shape.
   # An abstract mesh has no hosts; the axes of an array are the same.
   config.optimizer.offload = False
-  settings = config_lib.load(config, sources=False).on('tpu')
+  settings = config_lib.load(config, sources=False)
   axes = settings.mesh
   sizes = axes.sizes(devices or axes.replica * axes.fsdp * axes.tensor)
   mesh = AbstractMesh(
@@ -103,7 +103,7 @@ def describe(name: str, argument: str) -> tuple[str, dict[str, dict]]:
   )
 
   def program(name):
-    return programs.Job.of(name, settings, mesh).program()
+    return programs.Job.of(name, settings, 'tpu', mesh).program()
 
   trees = {
     **program('train').arguments,

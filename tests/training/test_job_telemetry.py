@@ -20,13 +20,14 @@ def test_no_rate_before_the_second_step_of_a_program(
   tmp_path,
   clock,  # noqa: F811
   monkeypatch,
+  capsys,
   start,
 ):
   """Steps 3 and 4 begin another phase, whose program is compiled."""
   monkeypatch.setattr(
     progress, 'Progress', functools.partial(progress.Progress, clock=clock)
   )
-  lines, first = [], start or 0
+  first = start or 0
   telemetry = job_telemetry.JobTelemetry(
     str(tmp_path),
     train_section.TrainConfig(log_every=1),
@@ -36,7 +37,6 @@ def test_no_rate_before_the_second_step_of_a_program(
     first + 4,
     compute_cost.Cost(),
     1e9,
-    lines.append,
   )
   values = dict.fromkeys(('loss', 'weight', 'gradient_norm'), 0.0)
   values |= {'tokens': 1000.0, 'sampled_tokens': 8.0}
@@ -50,6 +50,7 @@ def test_no_rate_before_the_second_step_of_a_program(
       clock.now += seconds
       telemetry.dispatched(step, values, np.arange(2), 2 * step)
       telemetry.read()
+  lines = capsys.readouterr().out.splitlines()
   rates = [None, '500 tok/s', None, '250 tok/s']
   for line, rate in zip(lines, rates, strict=True):
     assert rate in line if rate else 'tok/s' not in line

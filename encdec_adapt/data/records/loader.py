@@ -35,6 +35,7 @@ class Loader:
     order: order of the rows.
     position: rows consumed by the batches returned so far, to be saved.
     total: rows in the stream; None if it repeats forever.
+    stored_teacher: the stored teacher; None without one.
   """
 
   def __init__(
@@ -96,7 +97,7 @@ class Loader:
         f' {record_set.folder}; the saved position belongs to other records, or'
         ' to a job with config.data.repeat'
       )
-    self.position = position
+    self.position, self.stored_teacher = position, stored
     self._batch_size = batch_size
     slots = range(batch_size) if local is None else local
     # Parsing rejects mixtures with shared masks, so the first objective

@@ -1,12 +1,16 @@
 """An opened training job, shared by batches, evaluators and steps."""
 
-from collections.abc import Callable
 import dataclasses
 
+from jax.sharding import Mesh
+
 from encdec_adapt import config as config_lib
+from encdec_adapt.checkpoints import manager
+from encdec_adapt.cluster import host_memory
 from encdec_adapt.data.records import loader as loader_lib
+from encdec_adapt.models import parameters
 from encdec_adapt.training import phases as phases_lib
-from encdec_adapt.training import setup
+from encdec_adapt.training import remat_choice, setup
 from encdec_adapt.training import state as state_lib
 from encdec_adapt.training.jobs import frozen_models, resolved
 from encdec_adapt.training.recipes import recipe as recipe_lib
@@ -24,7 +28,6 @@ class Job:
     frozen: frozen models and rewards.
     data: vocabularies and records.
     loader: training rows of this process.
-    log: prints a line on process 0.
   """
 
   workdir: str
@@ -34,7 +37,6 @@ class Job:
   frozen: frozen_models.FrozenModels
   data: setup.Data
   loader: loader_lib.Loader
-  log: Callable[[str], None]
 
   @property
   def recipe(self) -> recipe_lib.Recipe:
@@ -50,6 +52,15 @@ class Job:
   def reads_teacher_row(self) -> bool:
     """Whether batches have the teacher's fields."""
     return reads_teacher_row(self.settings, self.frozen)
+
+  def describe(self) -> str:
+    """Returns model, mesh, rows and steps as a line of text."""
+    model = self.recipe.model
+    return (
+      f'{type(model).__name__}: {parameters.count(model):,} parameters on'
+      f' {dict(self.placement.mesh.shape)}; {len(self.data.train):,} training'
+      f' rows, {self.resolved.steps:,} steps'
+    )
 
   def flops(self) -> float:
     """Returns the model FLOPs of a step, including sampling."""
@@ -67,3 +78,46 @@ def reads_teacher_row(
   """Returns whether a model reads the teacher's fields of batches."""
   shapes = (settings.model, *frozen.shapes)
   return setup.reads_teacher_row(settings.data.train.lengths, *shapes)
+
+
+def open_models(
+  settings: config_lib.Settings,
+  mesh: Mesh,
+  saved: manager.Checkpoint | None,
+) -> tuple[phases_lib.Phases, frozen_models.FrozenModels]:
+  """Builds the model of a job and opens its frozen models; reads no weights.
+
+  Resolves the 'auto' values of `config.compute` except `remat`, which is chosen
+  once all else is in memory.
+
+  Args:
+    settings: the validated configuration.
+    mesh: the device mesh.
+    saved: the checkpoint to resume from; None for a new job.
+
+  Raises:
+    UserError: see `setup.check_stacks`, `setup.place_model` and
+      `frozen_models.open_frozen`.
+  """
+  model, device = settings.recipe.model, mesh.devices.flat[0]
+  if device.platform == 'cpu':
+    host_memory.keep_freed(parameters.count(model))
+  earlier = None
+  if saved:
+    earlier = remat_choice.earlier_compute(
+      saved.read_meta(), setup.fingerprint(mesh)
+    )
+  compute = settings.compute.on(device.platform, earlier)
+  setup.check_stacks(compute, model, device)
+  placement = setup.place_model(
+    model, compute, mesh, settings.rules, settings.adapters
+  )
+  frozen = frozen_models.open_frozen(settings, compute, placement)
+  phases = phases_lib.Phases(
+    placement,
+    settings.recipe,
+    settings.optimizer,
+    settings.train,
+    frozen.models,
+  )
+  return phases, frozen

@@ -7,45 +7,41 @@ from encdec_adapt.data.records import row_rates, stored_teacher
 from encdec_adapt.telemetry import compute_cost
 from encdec_adapt.training import job_telemetry, setup
 from encdec_adapt.training import state as state_lib
-from encdec_adapt.training.jobs import job as job_lib
 from encdec_adapt.training.jobs import (
+  frozen_models,
   on_policy,
   policy_batches,
   record_batches,
 )
+from encdec_adapt.training.jobs import job as job_lib
 
 
 def open_loader(
   settings: config_lib.Settings,
   data: setup.Data,
   placement: state_lib.Placement,
+  frozen: frozen_models.FrozenModels,
   cost: compute_cost.Cost,
   step: int,
-  *,
-  teacher: bool,
-) -> tuple[loader_lib.Loader, dict[str, str]]:
+) -> loader_lib.Loader:
   """Opens the training rows of this process.
 
   Args:
     settings: the validated configuration.
     data: vocabularies and records.
     placement: the trained model and its mesh.
+    frozen: the frozen models.
     cost: totals of the job, including its position in the rows.
     step: first step of this start.
-    teacher: whether batches have the teacher's fields.
-
-  Returns:
-    The loader, and the digest of the stored teacher, if any.
   """
-  stored, digests = None, {}
+  stored = None
   if folder := settings.recipe.rows.stored_teacher:
     stored = stored_teacher.StoredTeacher(folder, data.train)
-    digests['teacher'] = stored.digest
     # Processes may read different disks.
     distributed.require_same(
       'stored teacher', {'teacher.stored': stored.digest}
     )
-  loader = setup.training_batches(
+  return setup.training_batches(
     data.train,
     settings.train.batch_size,
     placement,
@@ -55,10 +51,9 @@ def open_loader(
     seed=settings.seed,
     repeat=settings.data.repeat,
     rates=row_rates.parse(settings.data.rates),
-    teacher=teacher,
+    teacher=job_lib.reads_teacher_row(settings, frozen),
     stored=stored,
   )
-  return loader, digests
 
 
 def open_batches(

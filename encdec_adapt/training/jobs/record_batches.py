@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from encdec_adapt.cluster import watchdog
+from encdec_adapt.cluster import distributed, watchdog
 from encdec_adapt.data.records import record_sets, row_order
 from encdec_adapt.models import base_model
 from encdec_adapt.objectives import framing
@@ -27,7 +27,7 @@ class RecordBatches:
       telemetry: telemetry of the job.
     """
     self._recipe, self._data, self._loader = job.recipe, job.data, job.loader
-    self._telemetry, self._log, self._shown = telemetry, job.log, False
+    self._telemetry, self._shown = telemetry, False
 
   def next(
     self, step: int, params: base_model.Params
@@ -68,7 +68,9 @@ class RecordBatches:
       self._data.train.check_framing(rows, self._data.vocabularies.decoder)
       objective = self._data.train.spec.objectives[0]
       labels = objective.options.get('labels', ())
-      self._log(setup.describe_batch(rows, self._data.vocabularies, labels))
+      distributed.log(
+        setup.describe_batch(rows, self._data.vocabularies, labels)
+      )
       self._shown = True
     return rows
 

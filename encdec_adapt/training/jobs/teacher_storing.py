@@ -30,6 +30,7 @@ from encdec_adapt.data.records import (
   stored_teacher,
 )
 from encdec_adapt.files import atomic, disk, paths
+from encdec_adapt.models import execution
 from encdec_adapt.ops import partition, sparse_teacher
 from encdec_adapt.sharding import compiler, placement
 from encdec_adapt.stored import model_on_disk
@@ -65,8 +66,8 @@ def store(
   recipe = _recipe(settings, checkpoint)
   mesh = setup.make_mesh(settings.mesh, settings.compute.compile_cache)
   device = mesh.devices.flat[0]
-  settings = settings.on(device.platform)
-  compute, rows = settings.compute, settings.train.eval_batch_size
+  compute = settings.compute.on(device.platform)
+  rows = settings.train.eval_batch_size
   # Batches have `eval_batch_size` rows.
   train = dataclasses.replace(settings.train, batch_size=rows, microbatches=1)
   lengths = settings.data.train.lengths
@@ -92,7 +93,7 @@ def store(
   )
   folder = paths.at(settings.data.folder) / f'teacher-{form}-{tokens}'
   with lock.hold(folder):
-    _make(settings, recipe, records, spec, folder)
+    _make(settings, compute, recipe, records, spec, folder)
   print(
     f'{folder}: train with --config.loss.kind=distill'
     f' --config.teacher.checkpoint=stored:{folder}'
@@ -137,6 +138,7 @@ def _open(
 
 def _make(
   settings: config_lib.Settings,
+  compute: execution.ComputeConfig,
   recipe: distillation_recipe.Distillation,
   records: record_sets.RecordSet,
   spec: stored_teacher.TeacherSpec,
@@ -171,7 +173,9 @@ def _make(
   workers = settings.data.workers if jax.default_backend() == 'cpu' else 1
   groups = [missing[i::workers] for i in range(workers)]
   jobs = [{key: ranges[key] for key in group} for group in groups if group]
-  write = functools.partial(_write_shards, settings, recipe, spec, local)
+  write = functools.partial(
+    _write_shards, settings, compute, recipe, spec, local
+  )
   for _, made in process_pool.run_jobs(write, jobs, workers):
     entries |= made
   shards = {
@@ -188,6 +192,7 @@ def _make(
 
 def _write_shards(
   settings: config_lib.Settings,
+  compute: execution.ComputeConfig,
   recipe: distillation_recipe.Distillation,
   spec: stored_teacher.TeacherSpec,
   folder: pathlib.Path,
@@ -195,10 +200,8 @@ def _write_shards(
 ) -> dict[record_writing.ShardKey, dict[str, Any]]:
   source, records, special = _open(settings, recipe)
   mesh = setup.make_mesh(settings.mesh, settings.compute.compile_cache)
-  placed = setup.place_model(
-    source.model, settings.compute, mesh, settings.rules
-  )
-  dtype = settings.teacher.dtype or settings.compute.dtype
+  placed = setup.place_model(source.model, compute, mesh, settings.rules)
+  dtype = settings.teacher.dtype or compute.dtype
   placed = dataclasses.replace(placed, dtype=dtype)
   params = source.read(placed)
   choose = _program(placed, spec, recipe.loss)

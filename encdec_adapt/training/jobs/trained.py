@@ -6,6 +6,7 @@ The training loop then handles only states and batches.
 from collections.abc import Callable, Mapping
 import dataclasses
 
+from encdec_adapt.cluster import distributed
 from encdec_adapt.models import base_model, execution
 from encdec_adapt.training import phases as phases_lib
 from encdec_adapt.training import remat_choice, schedules, setup, workload
@@ -79,7 +80,7 @@ class Trained:
       arguments,
       (state, *others),
       job.frozen.unread,
-      job.log,
+      distributed.log,
     )
     phases = phases.with_remat(choice.policy, choice.program)
     # Drop the choice: it also holds the other compiled step, and its memory.

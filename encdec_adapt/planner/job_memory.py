@@ -1,17 +1,33 @@
-"""`train --dry_run`: argument memory and weight sources of a job.
+"""Memory of a training job: `train --dry_run`, and out-of-memory errors.
 
-This module compiles nothing and must not read weights or data.
+`train` imports only this module of the planner. It compiles nothing and must
+not read weights or data.
 """
+
+from collections.abc import Iterator
+import contextlib
+import shlex
+
+import jax
 
 from encdec_adapt import config as config_lib
 from encdec_adapt.adaptation import init_section
+from encdec_adapt.base import errors
 from encdec_adapt.files import disk
 from encdec_adapt.models import parameters
-from encdec_adapt.planner import program_shapes, programs, reward_models
-from encdec_adapt.sharding import layout_report
+from encdec_adapt.planner import (
+  chips,
+  program_shapes,
+  programs,
+  reward_models,
+  stored_plans,
+)
+from encdec_adapt.sharding import compiler, layout_report
 from encdec_adapt.stored import model_on_disk
 from encdec_adapt.training import setup
-from encdec_adapt.training.jobs import job_models
+from encdec_adapt.training.jobs import job_sources
+
+_EXAMPLE = 'v5e:4x4'  # Chips of the suggested command on a CPU.
 
 
 def describe(settings: config_lib.Settings) -> str:
@@ -33,7 +49,7 @@ def describe(settings: config_lib.Settings) -> str:
       model. Vocabularies are not compared.
   """
   mesh = setup.make_mesh(settings.mesh)
-  settings = settings.on(mesh.devices.flat[0].platform)
+  platform = mesh.devices.flat[0].platform
   missing = {
     name: problem
     for name, declared in settings.recipe.frozen.items()
@@ -44,7 +60,7 @@ def describe(settings: config_lib.Settings) -> str:
     name: model.without_path() if name in missing else model
     for name, model in settings.recipe.frozen.items()
   }
-  job = programs.Job.of('train', settings, mesh, frozen=frozen)
+  job = programs.Job.of('train', settings, platform, mesh, frozen=frozen)
   setup.check_batches(job.train, job.lengths, job.mesh, job.rules)
   program = job.program()
   rows = [row for row in program.rows() if row.part == 'parameters']
@@ -101,7 +117,49 @@ def _describe_sources(init: init_section.InitConfig, job: programs.Job) -> str:
   )
   if missing:
     return f'sources: {missing}'
-  sources = job_models.open_sources(init, job.compute, job.placed_model)
+  sources = job_sources.open_sources(init, job.compute, job.placed_model)
   if sources.coverage:
     return sources.coverage.table()
   return f'{init.mode} of: {sources.models[0].name}'
+
+
+@contextlib.contextmanager
+def explained(config_flag) -> Iterator[None]:
+  """Turns out-of-memory errors into user errors with a planning command.
+
+  Args:
+    config_flag: flag of the job's configuration.
+
+  Raises:
+    UserError: the compiler or a device ran out of device memory.
+  """
+  try:
+    yield
+  except jax.errors.JaxRuntimeError as error:
+    message = str(error)
+    if not compiler.ran_out_of_memory(message):
+      raise
+    raise errors.UserError(_advice(message, config_flag)) from error
+
+
+def _advice(message: str, config_flag) -> str:
+  hardware, note = chips.slice_of(jax.devices()), ''
+  # The limit of JAX's allocator is below the chip's memory; on GPUs
+  # XLA_PYTHON_CLIENT_MEM_FRACTION sets it.
+  limit = (jax.local_devices()[0].memory_stats() or {}).get('bytes_limit')
+  if hardware is None:
+    hardware, limit = chips.parse(_EXAMPLE), None
+    note = f' (with your chips in the place of {_EXAMPLE})'
+  # Includes evaluation: its batches may be the ones that do not fit.
+  request = stored_plans.request(config_flag, hardware)
+  flags = stored_plans.flags(request, ['train', 'eval'])
+  if limit:
+    flags.append(f'--hbm_gib={limit / 2**30:.1f}')
+  command = ['python', '-m', 'encdec_adapt.plan', *flags]
+  return (
+    'the devices have too little memory for this configuration:'
+    f' {message.splitlines()[0].rstrip(".")}. `{shlex.join(command)}`{note}'
+    ' prints the memory that it needs, and flags with which it would fit. A'
+    ' run that has saved checkpoints resumes with the same command and such'
+    ' flags.'
+  )
