@@ -116,13 +116,13 @@ def main(values: flags.FlagValues) -> int:
       f' {",".join(values.programs)}; leave out one of them.'
     )
   settings = config_lib.load(values.config, sources=False)
-  kind = slices.chip.kind
+  platform = slices.chip.kind
   # Check against the planned chips, not local devices.
-  setup.check_attention(settings.compute.attention, kind)
+  setup.check_attention(settings.compute.attention, platform)
   if values.sharding:
     mesh = program_plans.make_mesh(settings, slices)
     for name in values.programs:
-      rows = programs.Job.of(name, settings, kind, mesh).program().rows()
+      rows = programs.Job.of(name, settings, platform, mesh).program().rows()
       print(f'[{name}]\n{layout_report.text(rows)}')
     return 0
   if values.search:
@@ -137,7 +137,10 @@ def main(values: flags.FlagValues) -> int:
   plans = program_plans.make(settings, slices, values.programs, values.examples)
   _print(slices, plans)
   print(calibration.text(calibration.table()))
-  results = {'digest': stored_plans.digest(settings, kind), 'programs': plans}
+  results = {
+    'digest': stored_plans.digest(settings, platform),
+    'programs': plans,
+  }
   _write(values, slices, results)
   return 0 if all(p['fits'] for p in plans.values()) else DOES_NOT_FIT
 

@@ -451,10 +451,10 @@ def _as_os_errors(path: AnyPath) -> Iterator[None]:
   except (FileNotFoundError, errors.UserError):
     raise
   except Exception as error:
-    kind = ConnectionError if _is_temporary(error) else OSError
-    if isinstance(error, OSError) and kind is OSError:
+    error_class = ConnectionError if _is_temporary(error) else OSError
+    if isinstance(error, OSError) and error_class is OSError:
       raise
-    raise kind(f'{path}: {type(error).__name__}: {error}') from error
+    raise error_class(f'{path}: {type(error).__name__}: {error}') from error
 
 
 def _is_temporary(error: Exception) -> bool:

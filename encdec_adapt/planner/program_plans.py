@@ -66,7 +66,7 @@ def make_mesh(settings: config_lib.Settings, slices: chips.Slice) -> Mesh:
 
 
 def plan(job: programs.Job, slices: chips.Slice) -> dict[str, Any]:
-  """Plans a program, compiled if a compiler is installed.
+  """Plans a program, and compiles it if a compiler is installed.
 
   Raises:
     UserError: the compiler fails for a reason other than memory, or the

@@ -127,8 +127,8 @@ def shipped(
     settings: the configuration.
     hardware: target chips.
   """
-  kind = hardware.chip.kind
-  chosen = digest(settings, kind), hardware.name, hardware.count
+  platform = hardware.chip.kind
+  chosen = digest(settings, platform), hardware.name, hardware.count
   return next(
     (
       plan

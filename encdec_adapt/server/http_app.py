@@ -277,10 +277,10 @@ async def read_body(request: requests.Request) -> bytes:
 def refusal(error: protocol.ApiError) -> responses.Response:
   """Returns the response to a refused request."""
   # Escaped, as names of fields may be invalid Unicode.
-  body, kind = json.dumps(error.body), 'application/json'
+  body, media_type = json.dumps(error.body), 'application/json'
   # Later bytes of the body would be read as the next request.
   headers = {'connection': 'close'} if error.status == 408 else None
-  return responses.Response(body, error.status, headers, kind)
+  return responses.Response(body, error.status, headers, media_type)
 
 
 async def _disconnected(request: requests.Request) -> None:

@@ -31,10 +31,10 @@ class ApiError(Exception):
   @property
   def body(self) -> dict[str, Any]:
     """Body of the response."""
-    kind = 'invalid_request_error' if self.status < 500 else 'server_error'
+    name = 'invalid_request_error' if self.status < 500 else 'server_error'
     if self.status == 429:
-      kind = 'rate_limit_error'
-    error = {'message': str(self), 'type': kind, 'param': self.param}
+      name = 'rate_limit_error'
+    error = {'message': str(self), 'type': name, 'param': self.param}
     return {'error': {**error, 'code': None}}
 
 
@@ -271,9 +271,9 @@ class Replies:
       model: name of the model.
     """
     self._call = call
-    kind = 'chat.completion' if call.is_chat else 'text_completion'
-    kind += '.chunk' if call.is_chat and call.stream else ''
-    self._head = {'id': f'cmpl-{secrets.token_hex(12)}', 'object': kind}
+    name = 'chat.completion' if call.is_chat else 'text_completion'
+    name += '.chunk' if call.is_chat and call.stream else ''
+    self._head = {'id': f'cmpl-{secrets.token_hex(12)}', 'object': name}
     self._head |= {'created': int(time.time()), 'model': model}
 
   def body(self, completion: engine_lib.Completion) -> dict[str, Any]:

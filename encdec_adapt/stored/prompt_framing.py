@@ -40,7 +40,7 @@ class PromptFraming:
     """Returns the framing as fields of config.json; empty for plain texts."""
     return {_FIELD: {_ENTRY: dataclasses.asdict(self)}} if self else {}
 
-  def objective(self) -> str:
+  def training_objective(self) -> str:
     """Returns the objective to train on answers to such prompts."""
     separator = {'separator': self.separator} if self.separator else {}
     parts = [with_options('chat', separator)] if self.chats else []

@@ -194,7 +194,7 @@ def _config(contents: Contents, opened: vocabulary_pair.Opened | None) -> Any:
         _, colon, options = data.objective.partition(':')
         data.objective, data.source = name + colon + options, ''
   elif contents.framing and head.predicts_tokens:
-    data.objective, data.source = contents.framing.objective(), ''
+    data.objective, data.source = contents.framing.training_objective(), ''
     data.encoder_length = data.decoder_length = _LENGTH
   # Table rows are tokens of the sources; a new vocabulary would change their
   # meaning.

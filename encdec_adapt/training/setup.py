@@ -100,6 +100,8 @@ def check_batches(
   lengths: framing.Lengths,
   mesh: Mesh,
   rules: rules_lib.Rules,
+  *,
+  trains: bool = True,
 ) -> None:
   """Checks that batches and lengths divide over the mesh.
 
@@ -108,6 +110,7 @@ def check_batches(
     lengths: tokens of a row.
     mesh: the device mesh.
     rules: mapping of logical to mesh axes.
+    trains: whether there are training batches, not just those of evaluation.
 
   Raises:
     UserError: names the key, its value and the number of shards.
@@ -118,7 +121,11 @@ def check_batches(
     microbatches = f'over {train.microbatches} microbatches and '
   batch, length = partition.size('batch'), partition.size('length')
   for key, size, shards in (
-    ('train.batch_size', train.batch_size, batch * train.microbatches),
+    (
+      'train.batch_size',
+      train.batch_size if trains else 0,
+      batch * train.microbatches,
+    ),
     ('train.eval_batch_size', train.eval_batch_size, batch),
     ('data.encoder_length', lengths.encoder, length),
     ('data.decoder_length', lengths.decoder, length),
@@ -194,9 +201,9 @@ def check_stacks(
     UserError: names what the backend does not support.
   """
   for stack in model.stacks.values():
-    kind = 'full' if stack.role == 'bidirectional' else stack.role
+    mask = 'full' if stack.role == 'bidirectional' else stack.role
     spec = masks.MaskSpec(
-      kind=kind,
+      kind=mask,
       memory=int(stack.cross_merged),
       aligned=not stack.cross_merged,
       q_segments=None,

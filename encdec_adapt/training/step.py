@@ -82,7 +82,7 @@ def make_train_step(
         for name in loss.references
       }
 
-      def objective(trained, part, key):
+      def loss_and_terms(trained, part, key):
         # With divisors of the global batch, gradients of microbatches of
         # unequal weight add up to the batch's gradient.
         params = state_lib.unflatten({**frozen, **trained})
@@ -103,7 +103,7 @@ def make_train_step(
         keys = jax.random.split(key, microbatches)
       shardings = {path: placement.parameters[path] for path in trained}
       gradients, terms = _accumulate(
-        objective, trained, batch, keys, microbatches, shardings, axes
+        loss_and_terms, trained, batch, keys, microbatches, shardings, axes
       )
       gradients, norm = _clip(gradients, optimizer.config.clip_norm)
       new_state, rates = _apply(
@@ -159,7 +159,9 @@ def _tokens(batch):
   return sum(jnp.sum(x > 0) for x in segments), sum(x.size for x in segments)
 
 
-def _accumulate(objective, trained, batch, keys, microbatches, shardings, axes):
+def _accumulate(
+  loss_and_terms, trained, batch, keys, microbatches, shardings, axes
+):
   """Accumulates gradients and losses over microbatches, in float32.
 
   `keys` is an array with one random key per microbatch, or None.
@@ -167,7 +169,7 @@ def _accumulate(objective, trained, batch, keys, microbatches, shardings, axes):
   The accumulator is sharded like the parameters: gradients of a microbatch are
   reduce-scattered before they are added.
   """
-  grad = jax.grad(objective, has_aux=True)
+  grad = jax.grad(loss_and_terms, has_aux=True)
   if microbatches == 1:
     return grad(trained, batch, None if keys is None else keys[0])
 

@@ -60,8 +60,8 @@ class OpenedModel:
     """
 
     def total(leaf: jax.Array) -> jax.Array:
-      kind = f'uint{8 * leaf.dtype.itemsize}'
-      bits = jax.lax.bitcast_convert_type(leaf, kind).astype(jnp.uint32)
+      dtype = f'uint{8 * leaf.dtype.itemsize}'
+      bits = jax.lax.bitcast_convert_type(leaf, dtype).astype(jnp.uint32)
       return jnp.sum(bits * bits + bits, dtype=jnp.uint32)
 
     everywhere = placement_lib.replicated(self.placement.mesh)
@@ -176,12 +176,12 @@ def open_frozen_model(
         ' too; distil prefix_lm or pairs (config.data.objective).'
       )
   source = open_source(frozen_model.path, model)
-  kind = source.model.architecture
-  if kind not in frozen_model.accepts:
+  if source.model.architecture not in frozen_model.accepts:
     raise errors.UserError(
       f'config.teacher.checkpoint is {frozen_model.path!r}, a model of kind'
-      f' {kind.name} with {source.model.decoder.outputs:,} outputs; the loss'
-      f' reads models of kind {architecture.names(frozen_model.accepts)}.'
+      f' {source.model.architecture.name} with'
+      f' {source.model.decoder.outputs:,} outputs; the loss reads models of'
+      f' kind {architecture.names(frozen_model.accepts)}.'
     )
   _check_reads(source, model, choice, lengths, 'teacher')
   return source
@@ -263,7 +263,7 @@ def _check_reads(
 
 def check_positions(
   source: model_on_disk.StoredModel,
-  kind: architecture.Architecture,
+  reader: architecture.Architecture,
   lengths: framing.Lengths,
   title: str,
 ) -> None:
@@ -271,14 +271,14 @@ def check_positions(
 
   Args:
     source: the opened model.
-    kind: architecture that determines the positions of each stack.
+    reader: architecture that determines the positions of each stack.
     lengths: largest numbers of tokens of a prompt and a completion.
     title: what the model is, for the message.
 
   Raises:
     UserError: a stack has fewer positions.
   """
-  positions = kind.positions(lengths.encoder, lengths.decoder)
+  positions = reader.positions(lengths.encoder, lengths.decoder)
   for side, limit in pretrained_files.stack_positions(source).items():
     if positions.get(side, 0) > limit:
       raise errors.UserError(

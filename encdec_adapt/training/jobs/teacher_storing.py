@@ -68,10 +68,11 @@ def store(
   device = mesh.devices.flat[0]
   compute = settings.compute.on(device.platform)
   rows = settings.train.eval_batch_size
-  # Batches have `eval_batch_size` rows.
-  train = dataclasses.replace(settings.train, batch_size=rows, microbatches=1)
   lengths = settings.data.train.lengths
-  setup.check_batches(train, lengths, mesh, settings.rules)
+  # Batches have `eval_batch_size` rows.
+  setup.check_batches(
+    settings.train, lengths, mesh, settings.rules, trains=False
+  )
   source, records, _ = _open(settings, recipe)
   size = source.model.decoder.outputs
   if tokens > size:

@@ -47,13 +47,15 @@ def check_targets(
       ' loss that compares them (config.loss.kind), or another objective.'
     )
   # All objectives of a mixture have the same fields.
-  kind, content = sections.model.architecture, objectives[0].rows.content
-  if loss.on_inputs and not (kind.predicts_inputs and content == 'pair'):
+  architecture = sections.model.architecture
+  content = objectives[0].rows.content
+  predicts_inputs = architecture.predicts_inputs and content == 'pair'
+  if loss.on_inputs and not predicts_inputs:
     raise errors.UserError(
-      f'config.loss.on_inputs is set with config.model.kind {kind.name} and'
-      f' objective {" | ".join(map(str, objectives))!r}; only a causal'
-      ' decoder (decoder_only) on pairs can predict the inputs: others read'
-      ' them before.'
+      f'config.loss.on_inputs is set with config.model.kind'
+      f' {architecture.name} and objective {" | ".join(map(str, objectives))!r};'
+      ' only a causal decoder (decoder_only) on pairs can predict the inputs:'
+      ' others read them before.'
     )
   if loss.on_inputs and any(x.masks_inputs for x in objectives):
     raise errors.UserError(
