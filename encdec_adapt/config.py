@@ -274,9 +274,10 @@ def with_compute(
   return config
 
 
-def with_head(config: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
+def with_head(
+  config: ml_collections.ConfigDict, head: heads.Head
+) -> ml_collections.ConfigDict:
   """Returns a configuration with the explicit head of its model."""
-  head = load(config, sources=False).model.decoder.head
   config = config.copy_and_resolve_references()
   config.model.head.update(keys.values_of(model_section.HeadSection.of(head)))
   return config

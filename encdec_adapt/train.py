@@ -13,6 +13,7 @@ initial state, and the update is in `training/step.py`.
 
 from collections.abc import Mapping
 import contextlib
+import functools
 import time
 
 from absl import flags
@@ -86,9 +87,9 @@ def run(
   """Validates the configuration, locks the work directory, and trains."""
   config = config_lib.pinned(config, workdir)
   config = inherited_framing.inherit(config, workdir)
-  # Save the explicit head, so that opening a model needs no loss.
-  config = config_lib.with_head(config)
   settings, made_by = config_lib.load(config, workdir), made_by or {}
+  # Save the explicit head, so that opening a model needs no loss.
+  config = config_lib.with_head(config, settings.model.decoder.head)
   with contextlib.ExitStack() as stack:
     if distributed.is_lead():
       stack.enter_context(lock.hold(workdir))
@@ -223,7 +224,9 @@ def train(
       # Batch: the local rows, with completions sampled from the model.
       watchdog.beat(step, 'compile' if compiling else 'step')
       try:
-        rows, numbers, sampled = batches.next(step, trained.params(state))
+        rows, numbers, sampled = batches.next(
+          step, functools.partial(trained.params, state)
+        )
       except completion_rewards.RewardError:
         # Save the current step.
         checkpoints.wait()

@@ -51,7 +51,9 @@ class Job:
   @property
   def reads_teacher_row(self) -> bool:
     """Whether batches have the teacher's fields."""
-    return reads_teacher_row(self.settings, self.frozen)
+    shapes = (self.settings.model, *self.frozen.shapes)
+    lengths = self.settings.data.train.lengths
+    return setup.reads_teacher_row(lengths, *shapes)
 
   def describe(self) -> str:
     """Returns model, mesh, rows and steps as a line of text."""
@@ -70,14 +72,6 @@ class Job:
       self.frozen.shapes,
       frozen=self.placement.adapters is not None,
     )
-
-
-def reads_teacher_row(
-  settings: config_lib.Settings, frozen: frozen_models.FrozenModels
-) -> bool:
-  """Returns whether a model reads the teacher's fields of batches."""
-  shapes = (settings.model, *frozen.shapes)
-  return setup.reads_teacher_row(settings.data.train.lengths, *shapes)
 
 
 def open_models(

@@ -4,6 +4,8 @@ Completions sampled from the student replace the targets of the first rows of a
 batch (a fraction of it; rows are shuffled). No gradient flows through samples.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 
 from encdec_adapt.cluster import watchdog
@@ -34,7 +36,7 @@ class OnPolicyBatches(record_batches.SampledBatches):
     self._filler = [None] * (-self._count % shards.total)
 
   def next(
-    self, step: int, params: base_model.Params
+    self, step: int, params: Callable[[], base_model.Params]
   ) -> tuple[framing.Batch, np.ndarray, dict[str, float]]:
     """Returns the batch of a step; see `record_batches.RecordBatches.next`."""
     local, numbers = self._read_numbers()
@@ -43,7 +45,7 @@ class OnPolicyBatches(record_batches.SampledBatches):
     prompts = pairs[:count] + self._filler
     with self._telemetry.phase(self._watch, step, 'sample'):
       samples = self._sampler(
-        params,
+        params(),
         prompts,
         numbers[:count] + [row_order.FILLER] * len(self._filler),
         step,

@@ -51,7 +51,9 @@ def open_loader(
     seed=settings.seed,
     repeat=settings.data.repeat,
     rates=row_rates.parse(settings.data.rates),
-    teacher=job_lib.reads_teacher_row(settings, frozen),
+    teacher=setup.reads_teacher_row(
+      settings.data.train.lengths, settings.model, *frozen.shapes
+    ),
     stored=stored,
   )
 

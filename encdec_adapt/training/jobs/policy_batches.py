@@ -107,7 +107,7 @@ class PolicyBatches(record_batches.SampledBatches):
       )
 
   def next(
-    self, step: int, params: base_model.Params
+    self, step: int, params: Callable[[], base_model.Params]
   ) -> tuple[framing.Batch, np.ndarray, dict[str, float]]:
     """Returns the batch of a step; see `record_batches.RecordBatches.next`.
 
@@ -116,7 +116,7 @@ class PolicyBatches(record_batches.SampledBatches):
     """
     local, rows = self._read_numbers()
     phase = functools.partial(self._telemetry.phase, self._watch, step)
-    batch = self._sample(self._data.train, rows, step, params, phase)
+    batch = self._sample(self._data.train, rows, step, params(), phase)
     if (step + 1) % self._log_every == 0:
       self._write(step + 1, 'train', batch)
     return self._frame(batch), local, batch.metrics()

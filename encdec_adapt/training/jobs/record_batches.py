@@ -30,13 +30,13 @@ class RecordBatches:
     self._telemetry, self._shown = telemetry, False
 
   def next(
-    self, step: int, params: base_model.Params
+    self, step: int, params: Callable[[], base_model.Params]
   ) -> tuple[framing.Batch, np.ndarray, dict[str, float]]:
     """Returns the batch of a step; all processes call it together.
 
     Args:
       step: step of the parameters, from 0.
-      params: parameters of the model.
+      params: returns the parameters of the model, to sample from.
 
     Returns:
       This process's rows of the batch, their record rows, and metrics of the

@@ -52,10 +52,11 @@ def check_targets(
   predicts_inputs = architecture.predicts_inputs and content == 'pair'
   if loss.on_inputs and not predicts_inputs:
     raise errors.UserError(
-      f'config.loss.on_inputs is set with config.model.kind'
-      f' {architecture.name} and objective {" | ".join(map(str, objectives))!r};'
-      ' only a causal decoder (decoder_only) on pairs can predict the inputs:'
-      ' others read them before.'
+      'config.loss.on_inputs is set with config.model.kind'
+      f' {architecture.name} and objective'
+      f' {" | ".join(map(str, objectives))!r}; only a causal decoder'
+      ' (decoder_only) on pairs can predict the inputs: others read them'
+      ' before.'
     )
   if loss.on_inputs and any(x.masks_inputs for x in objectives):
     raise errors.UserError(
