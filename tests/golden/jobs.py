@@ -238,10 +238,10 @@ def write_files(folder: pathlib.Path) -> None:
   assert tiny.convert('adapt', f'--encoder={SMALL}', '--output=pair') == 0
 
 
-def flags(name: str) -> list[str]:
-  """Returns the flags of a job."""
+def flags(name: str, *more: str) -> list[str]:
+  """Returns the flags of a job, with more changed keys."""
   config, *changes = JOBS[name]
-  values = dict(x.split('=', 1) for x in (*COMMON, *changes))
+  values = dict(x.split('=', 1) for x in (*COMMON, *changes, *more))
   values = {'data.folder': f'records/{name}'} | values
   return [
     f'--config={config}',
