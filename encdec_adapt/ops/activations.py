@@ -1,4 +1,4 @@
-"""Elementwise functions with a tanh: gated feed-forward, soft-caps."""
+"""Elementwise functions: activations of the feed-forward, soft-caps."""
 
 import types
 
@@ -14,12 +14,11 @@ _CUBIC = 0.044715
 
 @jax.custom_vjp
 def gelu_tanh(x: Float[Array, '*shape']) -> Float[Array, '*shape']:
-  """GeLU in the tanh approximation, Gemma's (erf differs by 1e-3).
+  """Applies GeLU in Gemma's tanh approximation (erf differs by 1e-3).
 
-  Computed in fp32 with a single cast at the end. The forward pass saves
-  only the derivative: as much memory as the input, and the backward pass is
-  a product. By default XLA:CPU evaluates the tanh again in every fusion that
-  uses it.
+  Computed in fp32, with a single cast at the end. The forward pass saves only
+  the derivative, as large as the input, and the backward pass is a product. By
+  default XLA:CPU would evaluate the tanh again in every fusion.
 
   Args:
     x: any shape, any float dtype.
@@ -49,7 +48,7 @@ gelu_tanh.defvjp(_gelu_and_derivative, _backward)
 
 @jax.custom_vjp
 def silu(x: Float[Array, '*shape']) -> Float[Array, '*shape']:
-  """SiLU, Llama's and Qwen's; fp32, memory and backward pass as `gelu_tanh`.
+  """Applies SiLU (Llama, Qwen); fp32 and backward pass as in `gelu_tanh`.
 
   Args:
     x: any shape, any float dtype.
@@ -72,7 +71,7 @@ silu.defvjp(_silu_and_derivative, _backward)
 
 @jax.custom_vjp
 def relu(x: Float[Array, '*shape']) -> Float[Array, '*shape']:
-  """The positive part, T5's; memory and backward pass as `gelu_tanh`.
+  """Applies ReLU (T5); the backward pass is as in `gelu_tanh`.
 
   Args:
     x: any shape, any float dtype.

@@ -4,10 +4,10 @@ A backend declares its limits as data (`Backend`). `attention` derives the
 needs of a call from its arguments and refuses a backend that does not support
 all of them. To add a kernel, write `attend(q, k, v, spec, *, scale, softcap)`
 in a new module and add a `Backend` to `BACKENDS`; the tests run over all
-backends. Those that are not kernels take a bias, or None, after `spec`. All
-name the results that rematerialisation keeps (`SAVED`), inside their derivative
-rule if they have one: a name of the output alone would have the backward pass
-compute the softmax's sums again.
+backends. Backends without kernels take a bias, or None, after `spec`. Each
+names the results to save under rematerialisation (`SAVED`), inside its
+derivative rule if it has one: with only the output named, the backward pass
+would recompute the softmax's sums.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,8 +33,8 @@ from encdec_adapt.ops import (
 
 PLATFORMS = frozenset({'cpu', 'gpu', 'tpu'})
 DEFAULT_CHUNK = 256
-# Checkpoint name of the values that a rematerialisation policy keeps so that
-# attention is not run again: outputs, and the normalisers of kernels.
+# Checkpoint name of attention outputs and of the kernels' normalisers. A
+# rematerialisation policy that saves them does not run attention again.
 SAVED = attention_shards.SAVED
 # GPUs by their major compute capability, as errors name them.
 _GENERATIONS = {9: 'Hopper (H100, H200)', 10: 'Blackwell (B200)'}
@@ -42,7 +42,7 @@ _GENERATIONS = {9: 'Hopper (H100, H200)', 10: 'Blackwell (B200)'}
 
 @dataclasses.dataclass(frozen=True)
 class Backend:
-  """An implementation and its limits; by default it has none.
+  """An implementation and its limits; none by default.
 
   Every backend supports segments, causal and full masks, windows and
   soft-capped scores; a backend without them would need a new field here.
@@ -50,18 +50,18 @@ class Backend:
   Attributes:
     attend: the function, with the signature in the module docstring.
     takes_chunk: whether `attend` has the argument `chunk`.
-    kernels: whether it consists of custom kernels. These mask by index: they
-      take no keys without a position (`MaskSpec.memory`), no masks in which
+    kernels: whether it consists of custom kernels. Kernels mask by index: they
+      take no keys without a position (`MaskSpec.memory`), no masks whose
       positions are not indices (`MaskSpec.aligned`) and no relative position
       bias. Such a backend calls `attention_shards.run` itself on every mesh,
       and is not used for the few queries of a decoding step.
     prefix: masks of kind 'prefix'.
     dtypes: supported dtypes of q, k and v, by name.
-    platforms: platforms that it runs on.
-    head_dims: largest head dimension by major compute capability of the GPUs
-      that it runs on; None for no limit.
-    extra: extra of setup.py, of the package with the backend's name, that it
-      needs; '' for none.
+    platforms: supported platforms.
+    head_dims: largest head dimension, by major compute capability of the
+      supported GPUs; None for no limit.
+    extra: extra of setup.py with the required package, named like the backend;
+      '' for none.
     load: imports that package, before programs are traced.
   """
 
@@ -122,8 +122,8 @@ def unsupported(
     spec: the mask; its arrays are not read.
     dtype: dtype of queries, keys and values, by name.
     head_dim: dimension of a head.
-    device: device that it runs on; None for that of the active mesh.
-    bias: whether it has a relative position bias.
+    device: device to run on; by default a device of the active mesh.
+    bias: whether there is a relative position bias.
   """
   backend = BACKENDS[name]
   checks = {
@@ -138,12 +138,12 @@ def unsupported(
     f'dtype {dtype}': dtype in backend.dtypes,
   }
   refused = [feature for feature, honoured in checks.items() if not honoured]
-  # Shapes are inferred before the distributed runtime starts, and asking for
-  # devices initialises them: ask only where it matters.
+  # Shapes are inferred before the distributed runtime starts, and
+  # `jax.devices` would initialise the backends: call it only where it matters.
   if backend.platforms == PLATFORMS:
     return refused
-  # The mesh comes first: programs are compiled ahead of time for devices that
-  # this machine does not have.
+  # The mesh comes first: programs may be compiled ahead of time for devices
+  # missing on this machine.
   device = device or partition.active().device or jax.devices()[0]
   if device.platform not in backend.platforms:
     return [*refused, f'platform {device.platform!r}']
@@ -169,10 +169,10 @@ def check(
   *,
   bias: bool = False,
 ) -> None:
-  """Refuses what a backend does not support; arguments as for `unsupported`.
+  """Checks that a backend supports a call; arguments as for `unsupported`.
 
   Raises:
-    UserError: names all of it, and the backends that support it.
+    UserError: names the unsupported features, and backends that support them.
   """
   call = spec, dtype, head_dim, device
   if refused := unsupported(name, *call, bias=bias):
@@ -230,8 +230,8 @@ def attention(
     is_split = chosen.takes_chunk and q.shape[1] > chunk
     if not is_split and partition.active().size('length') == 1:
       return attend(q, k, v, spec, bias)
-    # Otherwise XLA would run each chunk on the shard that holds its queries
-    # while the other shards wait, and gather the rows that chunks loop over.
+    # Otherwise XLA would run each chunk on the shard with its queries while the
+    # other shards wait, and gather the rows of the loop over chunks.
     by_head = partition.active().spec('act_heads', None)
     return attention_shards.run(
       attend, q, k, v, spec, operands=(bias,), operand_specs=(by_head,)

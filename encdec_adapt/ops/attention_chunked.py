@@ -1,9 +1,9 @@
-"""Attention by chunks of queries and keys: memory linear in the length.
+"""Attention in chunks of queries and keys: memory linear in the length.
 
-Pure XLA, for every platform. Only the scores of a chunk of queries and a chunk
-of keys exist at a time, and chunks of keys that no query of a chunk sees are
-left out, forward and backward. The forward pass is that of flash attention
-(arXiv:2205.14135, algorithm 1), the backward pass computes the scores again.
+Pure XLA, for every platform. Only the scores of one chunk of queries and one
+chunk of keys exist at a time, and the forward and backward passes skip chunks
+of keys hidden from all queries of a chunk. The forward pass is flash attention
+(arXiv:2205.14135, algorithm 1); the backward pass recomputes the scores.
 """
 
 import functools
@@ -37,8 +37,8 @@ def attend(
 ) -> Float[Array, 'B T N H']:
   """Computes attention in chunks; see `attention.attention`.
 
-  At most `chunk` queries run as in the reference, which saves the scores for
-  the backward pass.
+  Up to `chunk` queries run as in the reference, which saves the scores for the
+  backward pass.
   """
   if q.shape[1] <= chunk:
     return attention_reference.attend(
@@ -56,7 +56,7 @@ def _attend(q, k, v, spec, bias, tiling: attention_tiles.Tiling):
 
 def _forward(q, k, v, spec, bias, tiling):
   def add(block, tile, visible, part, sums):
-    """Adds a tile's values, scaled with the maxima of the tiles so far."""
+    """Adds a tile's values, scaled by the running maxima."""
     (out, peak, total), *others = sums
     k, v = (x.swapaxes(1, 2) for x in tile)
     scores, _ = tiling.scores(block, k, visible, part, bias)

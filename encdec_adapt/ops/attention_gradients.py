@@ -1,9 +1,9 @@
 """Gradients of attention from its output and the softmax's sums, by XLA.
 
-The backward pass of flash attention (arXiv:2205.14135, algorithm 4), for the
-pairs of a block of queries and a tile of keys that see each other
-(`attention_tiles`): scores are computed again, and gradients added to the sums
-of the block and of the tile in place.
+The backward pass of flash attention (arXiv:2205.14135, algorithm 4), over pairs
+of a block of queries and a visible tile of keys (`attention_tiles`): it
+recomputes the scores, and adds gradients to the sums of the block and of the
+tile in place.
 """
 
 import jax
@@ -81,7 +81,7 @@ def gradients(
   _, count, *shape = tiles[0].shape
   sums = (
     jnp.zeros(blocks[0].shape[1:], jnp.float32),
-    # One array: two that start equal would be one, copied in every row.
+    # A single array: XLA would merge two equal arrays, and copy them per row.
     jnp.zeros((count, 2, *shape), jnp.float32),
     jax.tree.map(jnp.zeros_like, bias),
   )

@@ -1,7 +1,7 @@
-"""Attention as its definition: all scores at once.
+"""Attention by its definition: all scores at once.
 
-Memory grows with T x S. It is the reference of the tests, and right for few
-queries: those of a decoding step, or of no more than a chunk.
+Memory grows with T x S. It is the reference of the tests, and suits few
+queries: a decoding step, or at most a chunk.
 """
 
 import jax
@@ -74,7 +74,7 @@ def masked_softmax(
   """
   scores = jnp.where(visible, scores, _HIDDEN)
   peak = jnp.max(scores, axis=-1, keepdims=True)
-  # Masked again: where every key is hidden, all scores equal the peak and the
+  # Masked again: if every key is hidden, all scores equal the peak, and the
   # exponentials would be 1.
   weights = jnp.where(visible, jnp.exp(scores - peak), 0.0)
   total = jnp.sum(weights, axis=-1, keepdims=True)  # [..., T, 1]

@@ -1,11 +1,10 @@
 """Attention on a mesh: each device computes some rows, heads and queries.
 
-A device's queries are those of its shard of the length. Keys and values are
-sharded likewise; a device gathers all that its queries may see: every key,
-or, where a window bounds the visible indices, the few next to its shard (a
-halo). A ring of keys would store a copy less of the few key heads, but it also
-passes their gradients on and so sends nearly twice as much, and no kernel here
-works in a ring.
+A device has the queries of its shard of the length. Keys and values are sharded
+likewise, and a device gathers the keys visible to its queries: all keys, or,
+with a window, the few next to its shard (a halo). Ring attention would store
+one copy fewer of the key heads, but it also passes on their gradients and so
+sends nearly twice as much, and no kernel here supports a ring.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,8 +39,8 @@ def halo(
   Returns:
     None where a shard needs all keys, or a halo would not send less.
   """
-  # Only where indices are positions does a reach in positions bound the
-  # indices of the keys to fetch.
+  # A reach in positions bounds the indices of the keys only where indices are
+  # positions.
   if not spec.aligned or None in spec.reach:
     return None
   return spec.reach if sum(spec.reach) < keys - keys // shards else None
@@ -131,17 +130,16 @@ def _gather_keys(k, v, spec, active, reach: tuple[int, int] | None):
 def _with_halo(
   x: jax.Array, axes: tuple[str, ...], count: int, reach: tuple[int, int]
 ) -> jax.Array:
-  """Returns a shard along dimension 1 between its neighbours' nearest tokens.
+  """Extends a shard along dimension 1 by its neighbours' nearest tokens.
 
-  The first and the last shard get zeros there, which are padding by their
-  segment.
+  The first and the last shard get zeros instead: padding, by the segment.
   """
   size, (past, future) = x.shape[1], reach
 
   def receive(distance: int, part: jax.Array) -> jax.Array:
     """Receives a part from `distance` shards behind (ahead if negative)."""
-    # A shard without a sender gets zeros; a ring would deliver the other end's
-    # tokens.
+    # A shard without a sender gets zeros; a ring would deliver tokens of the
+    # other end.
     pairs = [
       (i, i + distance) for i in range(count) if 0 <= i + distance < count
     ]

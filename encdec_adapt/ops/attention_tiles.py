@@ -1,13 +1,12 @@
 """Attention without kernels, by blocks of queries and tiles of keys.
 
-A row's queries are cut into blocks and its keys into tiles. Only the pairs of a
-block and a tile in which a query sees a key are computed: keys of other
-examples of a packed row, later keys and those outside of a window are left out
-where they fill a tile. The scores of a single pair are in memory at a time.
+The queries of a row are split into blocks and its keys into tiles. A pair of a
+block and a tile is computed only if some query sees some key: tiles with only
+keys of other examples, later keys or keys outside the window are skipped. The
+scores of a single pair are in memory at a time.
 
-`attention_chunked` and `attention_gradients` are made of this module, which
-imports neither. They run inside `attention_shards.run`: over sharded rows a
-loop would gather them.
+`attention_chunked` and `attention_gradients` build on this module. They run
+inside `attention_shards.run`: a loop over sharded rows would gather them.
 """
 
 from collections.abc import Callable, Iterable
@@ -20,13 +19,12 @@ from jaxtyping import Array, Bool, Float
 
 from encdec_adapt.ops import activations, masks, products, relative_bias
 
-# How the pairs of a row are looped over. 'while' takes as many turns as there
-# are pairs with work, a number that depends on data: XLA:GPU reads the
-# condition on the host once a turn, and once more a row. 'cond' takes a turn
-# for every pair, and those without work return their parts of the sums as they
-# are: XLA:GPU reads each predicate on the host likewise. So 'while' waits less
-# wherever more than one pair of a row has no work: 5 times a row where 'cond'
-# waits 16 times, for 8 examples of 512 tokens in tiles of 1024.
+# Loop over the pairs of a row. 'while' takes one turn per pair with work, a
+# number that depends on the data: XLA:GPU reads the condition on the host once
+# per turn, and once more per row. 'cond' takes a turn for every pair and skips
+# pairs without work: XLA:GPU also reads each predicate on the host. So 'while'
+# waits less if more than one pair of a row has no work: 5 times per row against
+# 16, for 8 examples of 512 tokens in tiles of 1024.
 # `tests.benchmarks.gpu_kernels` measures both; the slower one on a card goes.
 LOOP = 'while'
 # Below every score, and far enough from the largest fp32 number that
@@ -40,12 +38,12 @@ _OF_KEYS = 'kv_segments', 'kv_positions', 'kv_prefix'
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-  """Attention whose scores are computed pair by pair.
+  """Attention computed pair by pair.
 
   Letters besides the package's: Q = G * queries of a block, W keys of a tile.
 
   Attributes:
-    size: most queries of a block, and most keys of a tile.
+    size: maximum queries of a block, and maximum keys of a tile.
     scale: factor of the scores, applied before the soft-cap.
     softcap: positive cap of the scores; None for no cap.
   """
@@ -57,7 +55,7 @@ class Tiling:
   def cut(
     self, x: Float[Array, 'B L N H'], kv_heads: int
   ) -> Float[Array, 'B parts K Q H']:
-    """Cuts an array of queries into blocks, or of keys into tiles."""
+    """Splits an array of queries into blocks, or of keys into tiles."""
     x = split(x, self.size)
     x = x.reshape(*x.shape[:3], kv_heads, -1, x.shape[4])
     x = x.transpose(0, 1, 3, 4, 2, 5)
@@ -66,7 +64,7 @@ class Tiling:
   def join(
     self, x: Float[Array, 'B parts K Q H'], length: int, heads: int
   ) -> Float[Array, 'B L N H']:
-    """Returns the array [.., L = length, N = heads, ..] that `cut` has cut."""
+    """Inverts `cut`: returns [.., L = length, N = heads, ..]."""
     x = x.reshape(*x.shape[:3], heads // x.shape[2], -1, x.shape[4])
     x = x.transpose(0, 1, 4, 2, 3, 5)
     return x.reshape(x.shape[0], -1, heads, x.shape[5])[:, :length]
@@ -78,7 +76,7 @@ class Tiling:
       visible = masks.dense_mask(spec.replace(**arrays))
       return jnp.any(split(jnp.any(visible, 1), self.size), 2)  # [B, tiles]
 
-    # Block by block, as compilers may store a mask before they reduce it.
+    # Block by block: compilers may store a mask before they reduce it.
     blocks = jax.tree.map(
       lambda x: jnp.moveaxis(x, 1, 0), _split(spec, _OF_QUERIES, self.size)
     )
@@ -93,20 +91,20 @@ class Tiling:
     sums: tuple[Any, Any, Any],
     spec: masks.MaskSpec,
   ) -> Any:
-    """Sums over the pairs with work, of one row after the other.
+    """Sums over the pairs with work, row by row.
 
-    A turn updates its parts of the sums in place; under `vmap` it would select
-    the whole sums of all rows.
+    A turn updates its parts of the sums in place; under `vmap` it would copy
+    the sums of all rows.
 
     Args:
-      add: returns the sums of the block, of the tile and of the row with a pair
-        added. Its arguments are the arrays of the block and of the tile
+      add: adds a pair to the sums of the block, the tile and the row, and
+        returns them. Its arguments are the arrays of the block and of the tile
         [1, ..], the mask of the pair, dense [1, size, W] and as data, and the
         sums.
-      finish: makes a row's results of its sums.
+      finish: computes a row's results from its sums.
       blocks: arrays [B, blocks, ..].
       tiles: arrays [B, tiles, ..].
-      sums: what a row's sums start from: [blocks, ..], [tiles, ..] and [..].
+      sums: initial sums of a row: [blocks, ..], [tiles, ..] and [..].
       spec: the mask.
 
     Returns:
@@ -115,7 +113,7 @@ class Tiling:
     work = self.work(spec)
     rows, per_query, per_key = work.shape
     pairs = per_query * per_key
-    # Holds all rows: a turn slices its pair's arrays, and copies no row.
+    # Keep all rows together: a turn slices its pair's arrays, and copies no row.
     blocks, tiles = jax.tree.map(
       lambda x: x.reshape(-1, *x.shape[2:]),
       (
@@ -146,7 +144,7 @@ class Tiling:
         return _put(sums[0], parts[0], i), _put(sums[1], parts[1], j), parts[2]
 
       turns = jnp.sum(work) if LOOP == 'while' else pairs
-      # The name states the most turns to `planner.hlo`.
+      # `planner.hlo` reads the maximum number of turns from the name.
       with jax.named_scope(f'at_most_{pairs}_turns'):
         return finish(*jax.lax.fori_loop(0, turns, turn, sums))
 

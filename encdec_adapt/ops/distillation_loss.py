@@ -2,9 +2,9 @@
 
 The objective of the Gemma 2 report (section 3, knowledge distillation) over
 the full vocabulary, with the divergences of generalised knowledge distillation
-(GKD, arXiv:2306.13649, section 3); `vocabulary_loss` adds it up. Student and
-teacher may differ in width; they share the vocabulary. The teacher is a model,
-or probabilities of a few tokens that were stored (`sparse_teacher`).
+(GKD, arXiv:2306.13649, section 3); `vocabulary_loss` sums it. Student and
+teacher share the vocabulary, and may differ in width. The teacher is a model,
+or stored probabilities of a few tokens (`sparse_teacher`).
 """
 
 from collections.abc import Callable, Sequence
@@ -28,14 +28,14 @@ def _static(default: Any) -> Any:
 
 @flax.struct.dataclass
 class Distribution:
-  """Base of what a student learns from: a distribution for every target.
+  """Base class of teachers: a distribution for every target.
 
   Attributes:
     share: weight of its term in [0, 1]; the targets get the rest.
     softcap: soft-cap of its logits, or None.
     temperature: temperature of both distributions, positive. Soft-capped
-      logits are divided by it; the objective is multiplied by its square, which
-      keeps the size of the gradient (Hinton et al. 2015, section 2).
+      logits are divided by it; the objective is multiplied by its square, to
+      keep the size of the gradient (Hinton et al. 2015, section 2).
     divergence: one of `DIVERGENCES`.
     beta: weight of the teacher in the mixture of 'js', in (0, 1): beta *
       KL(teacher || mixture) + (1 - beta) * KL(student || mixture). Its limits
@@ -50,11 +50,11 @@ class Distribution:
 
   @property
   def tokens(self) -> list[Array]:
-    """Arrays [B, T, ..] that are split over the tokens."""
+    """Arrays [B, T, ..], split over the tokens."""
     raise NotImplementedError
 
   def tables(self, rows: int) -> list[Array]:
-    """Returns arrays [rows, ..] that are split as the student's table is."""
+    """Returns arrays [rows, ..], split like the student's table."""
     del rows
     return []
 
@@ -94,8 +94,8 @@ class Distribution:
       softcap: soft-cap of the student's logits, or None.
 
     Returns:
-      What is summed over the vocabulary; and a function of the sums, which
-      returns 'total' and 'divergence', each [rows], without weights; and the
+      Terms to sum over the vocabulary; and a function of the sums, which
+      returns 'total' and 'divergence', each [rows], without weights, and the
       gradient [rows, v] of weights * total, or None.
     """
     temperature = self.temperature
@@ -183,8 +183,8 @@ class Teacher(Distribution):
     hidden: final hidden states [B, T, E] at the positions that predict the
       same tokens as the student's.
     table: output table [W, E], possibly padded differently.
-    one_hot: ids [B, T] of targets that alone have a probability, -1 where the
-      model's distribution counts; None for the model's everywhere.
+    one_hot: ids [B, T] of targets with probability 1, -1 where the model's
+      distribution counts; None if it counts everywhere.
   """
 
   # Any: tree maps put specs, shapes and shardings in the place of arrays.
@@ -215,7 +215,7 @@ class Teacher(Distribution):
 
 @flax.struct.dataclass
 class StoredTeacher(Distribution):
-  """Probabilities of k tokens for every target; those of others are 0.
+  """Probabilities of k tokens for every target; other tokens have 0.
 
   Attributes:
     ids: token ids [B, T, k]; the probabilities of equal ids add up.

@@ -1,16 +1,16 @@
-"""Embedding lookup in a table that is sharded over the vocabulary.
+"""Embedding lookup in a table sharded over the vocabulary.
 
 Batch and vocabulary usually share the `fsdp` axis: a device holds some tokens,
-and table rows that other devices need. There are two ways to exchange them:
+and table rows for other devices. There are two ways to exchange them:
 
-- rows travel: tokens (small) are gathered over the shared axes, every device
-  looks all of them up in its piece, zeros elsewhere, and a reduction scatters
-  the rows to the tokens' owners; in proportion to the tokens of all devices;
-- the table travels, some columns at a time, and every device looks up the
-  tokens it owns; in proportion to the table.
+- exchange rows: tokens (small) are gathered over the shared axes, every device
+  looks them up in its piece, with zeros elsewhere, and a reduction scatters the
+  rows to the tokens' owners; the cost grows with the tokens of all devices;
+- exchange the table, some columns at a time, and every device looks up its
+  tokens; the cost grows with the table.
 
 The first holds the rows of all devices at once. It is chosen, from shapes
-alone, where it sends less than a quarter of the bytes of the second.
+alone, if it sends less than a quarter of the bytes of the second.
 """
 
 import functools
@@ -33,8 +33,8 @@ def lookup(
     table: embedding table; sharded by ('vocab', 'table_embed').
     tokens: ids in [0, V); any other id gives a row of NaN, on one device and
       on meshes.
-    dtype: dtype of the result, that of the table where None. The rows are
-      cast, not the table, so gradients add up in the table's dtype.
+    dtype: dtype of the result; by default the table's. The rows are cast, not
+      the table, so gradients add up in the table's dtype.
 
   Returns:
     Embeddings, sharded as ('batch', 'length', 'table_embed').
@@ -108,7 +108,7 @@ class _Lookup:
     self.vocab_only = active.only(['vocab'], partition.TOKENS)
 
   def __call__(self, table: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Looks up this device's tokens.
+    """Looks up the tokens of this device.
 
     Args:
       table: [V / vocab shards, D / table_embed shards], this device's piece.
@@ -190,7 +190,7 @@ class _Lookup:
 def _parts(table: jax.Array, shards: int) -> int:
   """Returns the number of column parts in which a table is gathered.
 
-  The smallest number that keeps one part of all shards below 128 MiB.
+  The smallest number with parts of all shards below 128 MiB.
   """
   size, width = shards * table.size * table.dtype.itemsize, table.shape[1]
   fits = (

@@ -1,14 +1,14 @@
-"""Mixture of experts: routing, its losses, a feed-forward that drops nothing.
+"""Mixture of experts: routing, router losses, and a dropless feed-forward.
 
-Every token goes to its `K` likeliest experts, with no limit on their load: the
-pairs of a token and an expert are sorted by expert, and the experts' products
-are ragged (`jax.lax.ragged_dot`). XLA has a kernel for them on TPUs; on a CPU
-it multiplies every row by every expert.
+Every token goes to its `K` likeliest experts, without a capacity limit: pairs
+of a token and an expert are sorted by expert, and the experts' products are
+ragged (`jax.lax.ragged_dot`). XLA has a kernel for them on TPUs; on a CPU it
+multiplies every row by every expert.
 
-Where the active partition shards 'experts', each device computes its
-experts for the tokens of its shard of the batch, and a sum over the experts'
-mesh axes assembles them. Nothing is random, and every sum has a defined order:
-the same input gives the same bits.
+If the active partition shards 'experts', each device computes its experts for
+the tokens of its shard of the batch, and a sum over the experts' mesh axes
+combines them. Nothing is random, and every sum has a defined order: the same
+input gives the same bits.
 
 Letters besides the package's: X experts, K experts of a token.
 """
@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from encdec_adapt.ops import partition
 
-# The name that the experts' products carry for rematerialisation policies.
+# Name of the experts' products for rematerialisation policies.
 PRODUCT = 'expert_product'
 
 Activation = Callable[[jax.Array], jax.Array]
@@ -33,14 +33,14 @@ Activation = Callable[[jax.Array], jax.Array]
 
 @flax.struct.dataclass
 class RouterLosses:
-  """Losses of a router: means over the tokens that are not padding, fp32.
+  """Losses of a router: means over all tokens but padding, fp32.
 
   Attributes:
-    balance: X sum_e f_e p_e, where f_e is the share of assignments to expert
+    balance: X sum_e f_e p_e, where f_e is the fraction of assignments to expert
       e and p_e its mean probability (Switch Transformer, arXiv 2101.03961,
-      equations 4 to 6; 1 where the load is equal). transformers' loss of
-      Mixtral and Qwen counts assignments by token, so that it is K times as
-      large. Its gradient is that of the probabilities.
+      equations 4 to 6; 1 for equal load). The loss of Mixtral and Qwen in
+      transformers counts assignments by token, and is K times as large. Only
+      the probabilities have a gradient.
     z: squared log-normaliser of the router (ST-MoE, arXiv 2202.08906,
       equation 5).
   """
@@ -56,11 +56,11 @@ def route(
   *,
   normalise: bool,
 ) -> tuple[Int[Array, 'B L K'], Float[Array, 'B L K']]:
-  """Chooses the experts of each token, and their shares in its output.
+  """Chooses the experts of each token, and their weights in its output.
 
   Args:
     logits: router logits, float32.
-    real: tokens that are not padding; the others get no expert.
+    real: False for padding, which gets no expert.
     per_token: number K of experts of a token.
     normalise: divide the K probabilities by their sum.
 
@@ -83,14 +83,14 @@ def losses(
 
   Args:
     logits: router logits, float32.
-    real: tokens that are not padding.
+    real: False for padding.
     chosen: expert ids from `route`.
   """
   experts, per_token = logits.shape[-1], chosen.shape[-1]
   tokens = jnp.maximum(jnp.sum(real.astype(jnp.float32)), 1.0)
   weights = real[..., None] / tokens
   probability = jnp.sum(weights * jax.nn.softmax(logits), axis=(0, 1))
-  # The id of padding, X, matches no expert.
+  # The id of padding, X, is no expert.
   taken = chosen[..., None] == jnp.arange(experts)
   share = jnp.sum(taken, axis=(0, 1, 2)) / (per_token * tokens)
   log_normaliser = jax.nn.logsumexp(logits, axis=-1, keepdims=True)

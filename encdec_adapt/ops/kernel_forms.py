@@ -1,8 +1,8 @@
-"""Kernels that are not a plain array: quantised ones, ones with adapters.
+"""Kernels other than plain arrays: quantised, or with adapters.
 
-Both are pytrees that stand in the place of a kernel in a tree of parameters.
-A scan over layers slices all their arrays, so their static fields say nothing
-of leading axes. Products with them are in `models.layers.project`.
+Both are pytrees that replace a kernel in a tree of parameters. A scan over
+layers slices all their arrays, so static fields do not depend on leading axes.
+`models.layers.project` multiplies by them.
 """
 
 from typing import Any
@@ -26,13 +26,13 @@ BLOCK = 64  # Values that share a scale in NF4.
 
 @flax.struct.dataclass
 class Quantized:
-  """A kernel as integers, with all dimensions of the kernel.
+  """A quantised kernel, with all dimensions of the kernel.
 
   Attributes:
-    values: int8 in the shape of the kernel; or of NF4 uint8, half as long on
-      `axis`: the lower four bits are the first of two neighbours.
-    scale: float32 scale of each channel, with 1 in place of the inputs; or of
-      each block on `axis`.
+    values: int8 in the shape of the kernel; for NF4 uint8, half as long on
+      `axis`, with the first of two neighbours in the lower four bits.
+    scale: float32 scale of each channel, of size 1 along the inputs; for NF4
+      of each block on `axis`.
     axis: axis of the blocks of NF4, counted from the end; None for int8.
   """
 
@@ -41,7 +41,7 @@ class Quantized:
   axis: int | None = flax.struct.field(pytree_node=False, default=None)
 
   def dequantize(self, dtype: Any) -> Array:
-    """Returns the kernel that the integers stand for.
+    """Returns the dequantised kernel.
 
     Args:
       dtype: dtype of the result; products with the scales are float32.
@@ -66,13 +66,13 @@ class Adapted:
   """A kernel W [*I, *J] with an adapter: W + scale * A B.
 
   Attributes:
-    kernel: W, an array or `Quantized`; None where it is part of a merged
-      kernel (`models.layers.merge`).
+    kernel: W, an array or `Quantized`; None if it is part of a merged kernel
+      (`models.layers.merge`).
     a: A [*I, R].
     b: B [R, *J].
     key: random key of the dropout of A's input; None for no dropout.
     scale: factor of the product.
-    dropout: share of A's input that dropout sets to 0, below 1.
+    dropout: dropout rate of A's input, below 1.
   """
 
   kernel: Any
@@ -91,7 +91,7 @@ class Adapted:
 
 
 def for_part(kernel: Any, index: Any) -> Any:
-  """Returns a kernel with the dropout masks of a part of a batch.
+  """Returns a kernel with the dropout masks of one part of a batch.
 
   Args:
     kernel: an array, `Quantized` or `Adapted`, perhaps of several layers.
@@ -105,7 +105,7 @@ def for_part(kernel: Any, index: Any) -> Any:
 
 
 def dense(kernel: Any, stacked: bool = False) -> Array:
-  """Returns a kernel as an array, float32 unless it is one.
+  """Returns a kernel as an array; float32 unless it already is an array.
 
   Args:
     kernel: an array, `Quantized` or `Adapted`.
@@ -130,7 +130,7 @@ def quantize_int8(kernel: Array, inputs: tuple[int, ...]) -> Quantized:
 
   Args:
     kernel: the kernel, perhaps of several layers or experts.
-    inputs: dimensions that a product sums over.
+    inputs: contracted dimensions.
   """
   kernel = kernel.astype(jnp.float32)
   largest = jnp.max(jnp.abs(kernel), axis=inputs, keepdims=True)

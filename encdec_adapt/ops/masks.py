@@ -1,9 +1,9 @@
 """Attention masks as data.
 
-A `MaskSpec` describes which keys a query may see by a few vectors per row, so
-that it fits through the model where a dense [T, S] array would not. A backend
-of `ops.attention` honours a spec or refuses it. `dense_mask` defines its
-meaning; the XLA backends apply it to a block of queries.
+A `MaskSpec` describes the visible keys of each query with a few vectors per
+row, where a dense [T, S] array would be too large. A backend of `ops.attention`
+supports a spec or refuses it. `dense_mask` defines its meaning; the XLA
+backends apply it to a block of queries.
 """
 
 import functools
@@ -34,19 +34,18 @@ class MaskSpec:
       |q - k| <= W ('inclusive', transformers 5.23 eager), or the W keys from
       q - ceil(W/2) + 1 to q + floor(W/2) ('centered', T5Gemma 2).
   For the last `memory` keys only segments count: they are visible from every
-  position (an encoder's keys next to those of the decoder).
-  Positions, not indices, are compared, so packed rows, in which they restart,
-  and caches in any order need nothing special.
+  position (keys of an encoder next to the decoder's).
+  Positions are compared, not indices, so packed rows, where positions restart,
+  and caches in any order need no special case.
 
   Attributes:
     kind: 'causal', 'prefix' or 'full'.
     window: W in positions, at least 1, or None for no window.
     window_rule: one of WINDOW_RULES; matters for kind 'full' only.
-    memory: number of keys, at the end, that are visible from any position.
-    aligned: queries and keys are the same tokens, and within a segment
-      positions rise by one from token to token, so that indices may be
-      compared instead of positions. The creator of the mask guarantees this;
-      some kernels need it.
+    memory: number of keys, at the end, visible from any position.
+    aligned: queries and keys are the same tokens, and positions rise by one
+      from token to token within a segment, so that kernels may compare indices
+      instead of positions. The creator of the mask guarantees this.
     q_segments: [B, T] int32, 0 for padding.
     kv_segments: [B, S] int32, 0 for padding.
     q_positions: [B, T] int32; may be None where positions do not matter
@@ -77,7 +76,7 @@ class MaskSpec:
 
   @property
   def first_query(self) -> Any:
-    """Index of the first query among the keys; None if it is not known."""
+    """Index of the first query among the keys; None if unknown."""
     return 0 if self.aligned and self.offset is None else self.offset
 
   @property
@@ -108,10 +107,10 @@ def causal(
   keys: Keys | None = None,
   aligned: bool = False,
 ) -> MaskSpec:
-  """Makes the mask of causal self-attention; a window is `window` keys wide.
+  """Returns the mask of causal self-attention, with a window of `window` keys.
 
-  `keys` are segments and positions of the entries of a cache, None where
-  queries and keys are the same tokens; `aligned` as in `MaskSpec`.
+  `keys` are segments and positions of the entries of a cache, None if queries
+  and keys are the same tokens; `aligned` as in `MaskSpec`.
   """
   kv_segments, kv_positions = keys or (segments, positions)
   return MaskSpec(
@@ -132,9 +131,9 @@ def bidirectional(
   window_rule: str = 'exclusive',
   **options: Any,
 ) -> MaskSpec:
-  """Makes the mask of bidirectional self-attention; `options` as in `causal`.
+  """Returns the mask of bidirectional self-attention.
 
-  `window_rule` says which keys a window has: one of WINDOW_RULES.
+  `window_rule` is one of WINDOW_RULES; `options` are those of `causal`.
   """
   spec = causal(segments, positions, **options)
   return spec.replace(kind='full', window_rule=window_rule)
@@ -146,9 +145,9 @@ def prefix(
   kv_prefix: Int[Array, 'B S'],
   **options: Any,
 ) -> MaskSpec:
-  """Makes the mask of a prefix decoder; `options` as in `causal`.
+  """Returns the mask of a prefix decoder; `options` as in `causal`.
 
-  `kv_prefix` is 1 at the keys that every query of their segment sees.
+  `kv_prefix` is 1 at keys visible to every query of their segment.
   """
   spec = causal(segments, positions, **options)
   return spec.replace(kind='prefix', kv_prefix=kv_prefix)
@@ -157,12 +156,12 @@ def prefix(
 def cross(
   q_segments: Int[Array, 'B T'], kv_segments: Int[Array, 'B S']
 ) -> MaskSpec:
-  """Makes the mask of cross-attention: all keys of the query's segment."""
+  """Returns the mask of cross-attention: all keys of the query's segment."""
   return MaskSpec(kind='full', q_segments=q_segments, kv_segments=kv_segments)
 
 
 def with_memory(spec: MaskSpec, memory_segments: Int[Array, 'B M']) -> MaskSpec:
-  """Extends a mask by M keys that have no position."""
+  """Extends a mask by M keys without a position."""
   extend = functools.partial(jnp.concatenate, axis=1)
   zeros = jnp.zeros_like(memory_segments)  # Never compared: `memory` says so.
   return spec.replace(
@@ -175,13 +174,13 @@ def with_memory(spec: MaskSpec, memory_segments: Int[Array, 'B M']) -> MaskSpec:
 
 
 def pad_length(x: jax.Array, multiple: int) -> jax.Array:
-  """Pads dimension 1 with zeros, which are padding by their segment."""
+  """Pads dimension 1 with zeros; segment 0 is padding."""
   padding = [(0, 0), (0, -x.shape[1] % multiple)] + [(0, 0)] * (x.ndim - 2)
   return jnp.pad(x, padding)
 
 
 def dense_mask(spec: MaskSpec) -> Bool[Array, 'B T S']:
-  """Expands a mask to a dense array; this function defines its meaning.
+  """Expands a mask to a dense array; defines its meaning.
 
   Args:
     spec: a mask with arrays [B, T] and [B, S].

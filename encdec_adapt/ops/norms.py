@@ -18,8 +18,8 @@ def rms_norm(
     x: activations in any float dtype.
     scale: the gain; with `one_plus` the gain minus one.
     eps: term added to the mean square, inside the square root.
-    one_plus: Gemma's order: gain `1 + scale`, all in fp32, cast at the
-      end. Otherwise Llama's: cast first, then times `scale`.
+    one_plus: whether to multiply by `1 + scale` in fp32 and cast at the end
+      (Gemma), instead of casting first and multiplying by `scale` (Llama).
 
   Returns:
     Normalised activations in the dtype of `x`.

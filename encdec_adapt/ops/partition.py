@@ -1,9 +1,9 @@
 """The active mesh with its logical axis rules, and `shard()`.
 
-Models and losses name the axes of their arrays logically ('batch', 'mlp');
-the caller who traces the program decides with `use` what these names mean on
-a mesh. Rule sets are in `encdec_adapt.sharding`.
-Constraints are active on every platform, CPU included.
+Models and losses name the axes of their arrays logically ('batch', 'mlp'), and
+the caller that traces the program maps the names to a mesh with `use`. Rule
+sets are in `encdec_adapt.sharding`. Constraints are active on every platform,
+including CPUs.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,10 +24,10 @@ TOKENS = ('batch', 'length')
 
 @dataclasses.dataclass(frozen=True)
 class Partition:
-  """A mesh and the meaning of logical axis names on it.
+  """A mesh with the mapping of logical axis names to its axes.
 
   Attributes:
-    mesh: the device mesh; None for one device, where nothing is sharded.
+    mesh: the device mesh; None for a single device, without sharding.
     rules: mesh axes of every logical axis.
   """
 
@@ -36,7 +36,7 @@ class Partition:
 
   @property
   def device(self) -> jax.Device | None:
-    """Device of the mesh, which may be compiled for ahead of time."""
+    """A device of the mesh; abstract in ahead-of-time compilation."""
     return None if self.mesh is None else self.mesh.devices.flat[0]
 
   @property
@@ -45,7 +45,7 @@ class Partition:
     return None if self.mesh is None else self.device.platform
 
   def mesh_axes(self, *names: str | None) -> tuple[str, ...]:
-    """Returns the mesh axes of these logical axes, () where none is sharded."""
+    """Returns the mesh axes of these logical axes; () without sharding."""
     if self.mesh is None:
       return ()
     return tuple(axis for name in names if name for axis in self.rules[name])
@@ -59,9 +59,9 @@ class Partition:
   ) -> list[MeshAxes]:
     """Returns the mesh axes of each dimension of an array.
 
-    The rank of an adapter takes those of its rule that no other dimension of
-    the matrix has, if it divides over them: of an adapter's two matrices one
-    has the width of the model, which is divided over the same mesh axes.
+    The rank of an adapter takes the axes of its rule not used by other
+    dimensions of the matrix, if it divides over them: one of the two matrices
+    of an adapter has the model's width, sharded over the same mesh axes.
 
     Args:
       shape: global shape of the array.
@@ -140,10 +140,9 @@ _ACTIVE: contextvars.ContextVar[Partition] = contextvars.ContextVar(
 def use(
   mesh: Mesh | AbstractMesh, rules: Mapping[str, MeshAxes]
 ) -> Iterator[Partition]:
-  """Makes `mesh` and `rules` active for code traced inside the context.
+  """Activates `mesh` and `rules` for code traced inside the context.
 
-  Enter it inside the jitted function: jit caches by arguments and does not
-  know about this context.
+  Enter it inside the jitted function: the cache of `jit` ignores this context.
   """
   partition = Partition(mesh, rules)
   token = _ACTIVE.set(partition)
@@ -180,27 +179,27 @@ def shard(x: jax.Array, *names: str | None) -> jax.Array:
 
 
 def split_rows(x: jax.Array, parts: int) -> jax.Array:
-  """Divides rows [B, ..] into parts [parts, B / parts, ..].
+  """Splits rows [B, ..] into parts [parts, B / parts, ..].
 
-  Row i goes to part i % parts, so that every device splits the rows it holds
-  and no data is exchanged.
+  Row i goes to part i % parts, so that every device splits its local rows
+  without communication.
   """
   return x.reshape(x.shape[0] // parts, parts, *x.shape[1:]).swapaxes(0, 1)
 
 
 def join_rows(x: jax.Array) -> jax.Array:
-  """Returns the rows [B, ..] that `split_rows` divided."""
+  """Inverts `split_rows`: returns the rows [B, ..]."""
   return x.swapaxes(0, 1).reshape(-1, *x.shape[2:])
 
 
 def sum_gradient_in_stages(weight: jax.Array, *names: str | None) -> jax.Array:
-  """Returns the weight; its gradient is summed over some mesh axes first.
+  """Returns the weight, and sums its gradient in two stages.
 
-  The gradient is summed over the axes of the rule `summed_first`, then over
-  the others that shard the weight: a TPU's compiler turns a sum over some of
-  a slice's chips into a reduce-scatter, but a sum over all of them into an
+  The gradient is summed over the axes of the rule `summed_first`, then over the
+  other axes that shard the weight: the TPU compiler turns a sum over some chips
+  of a slice into a reduce-scatter, but a sum over all of them into an
   all-reduce of the whole array (`tests.benchmarks.gradient_sums`). Axes that
-  split no tokens, such as those of heads, need no sum: they shard the
+  split no tokens, such as the axes of heads, need no sum: they shard the
   gradient in both stages.
 
   Args:

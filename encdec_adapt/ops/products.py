@@ -1,14 +1,14 @@
 """Matrix products with gradients that are fast on CPUs too.
 
-XLA:CPU multiplies bfloat16 as such only if the result is float32, the first
-operand's last dimension is contracted, and no operand is a bare transpose.
-Otherwise it converts the operands to float32 first, at a third of the rate.
-The derivatives of JAX meet none of this: the cotangent of a float32 result is
-float32, and the gradient of a kernel contracts the rows of both operands. On
-CPUs the products here have derivatives of their own, which round the cotangent
-to the dtype of the operands and sum over a transposed copy of the smaller one.
-In float32 the copy pays as well. Elsewhere compilers choose layouts
-themselves, and the products are those of `jnp`.
+XLA:CPU multiplies in bfloat16 only if the result is float32, the last dimension
+of the first operand is contracted, and no operand is a bare transpose.
+Otherwise it first converts the operands to float32, at a third of the speed.
+JAX's derivatives do not meet these conditions: the cotangent of a float32
+result is float32, and the gradient of a kernel contracts the rows of both
+operands. So on CPUs the products here have custom derivatives, which round the
+cotangent to the dtype of the operands and sum over a transposed copy of the
+smaller operand. In float32 the copy pays off too. On other platforms compilers
+choose layouts themselves, and the products are plain `jnp` products.
 
 All results are float32. Letters besides the package's: R rows, I inputs, J
 outputs, Q = G * T queries of a key head.
@@ -24,23 +24,24 @@ from jaxtyping import Array, Float
 from encdec_adapt.ops import partition
 
 _Product = Callable[[jax.Array, jax.Array], jax.Array]
-# Names of projected states for rematerialisation policies: of those more than
-# twice as wide as the states, and of others.
+# Names of projected states for rematerialisation policies: states widened more
+# than twofold, and all others.
 WIDE, NARROW = 'wide_product', 'narrow_product'
-# Least rows, by platform, that a step of decoding multiplies by a weight.
+# Minimum rows of a decoding step's product with a weight, by platform.
 LEAST_ROWS = {'gpu': 8}
 
 
 def on_cpu() -> bool:
-  """Whether the program runs on CPUs: on their mesh, or on none."""
+  """Returns whether the program runs on CPUs."""
   return partition.active().platform in (None, 'cpu')
 
 
 def copies(rows: int) -> int:
-  """Returns copies of each of a step's rows that should be multiplied.
+  """Returns the number of copies of each row of a decoding step.
 
-  XLA:GPU multiplies a row or two without matrix units, in more kernels: some
-  write products as large as the weight, or convert a table to float32.
+  XLA:GPU multiplies one or two rows without matrix units and in more kernels,
+  some of which write products as large as the weight, or convert a table to
+  float32.
 
   Args:
     rows: rows of all devices.
@@ -60,7 +61,7 @@ def matmul(
 def logits(
   hidden: Float[Array, 'B T D'], table: Float[Array, 'V D']
 ) -> Float[Array, 'B T V']:
-  """Multiplies states by all rows of a table."""
+  """Multiplies states by the rows of a table."""
   rows = hidden.shape[0] * hidden.shape[1]
   # A single row is a product of XLA's own, which reads each layout as fast.
   if on_cpu() and 1 < rows <= _FEW:
@@ -122,7 +123,7 @@ def sum_over_rows(
 def add_to_rows(
   x: Float[Array, 'B *J'], shared: Float[Array, '#B *J']
 ) -> Float[Array, 'B *J']:
-  """Adds the same values to each row of a batch, or to each row its own."""
+  """Adds the same or separate values to the rows of a batch."""
   if not on_cpu() or shared.shape[0] == x.shape[0]:
     return x + shared
 
@@ -150,7 +151,7 @@ def _transposed_copy(x: jax.Array) -> jax.Array:
 
 
 def _matmul_alone(x: jax.Array, y: jax.Array) -> jax.Array:
-  """Multiplies matrices; transposes around it are not merged into it."""
+  """Multiplies matrices, without merging the transposes around them."""
   barrier = jax.lax.optimization_barrier
   return barrier(jnp.matmul(barrier(x), barrier(y), **_FLOAT32))
 

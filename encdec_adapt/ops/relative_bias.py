@@ -1,8 +1,8 @@
 """Relative position bias of T5 (Raffel et al., arXiv:1910.10683, section 2.1).
 
-A learnt scalar for each head and bucket of distances is added to the scores.
-It is a function of positions, computed for the queries at hand: no array of all
-queries by all keys exists in chunked attention.
+A learnt scalar for each head and bucket of distances is added to the scores. It
+is computed from positions for the current queries, so chunked attention never
+holds an array of all queries by all keys.
 """
 
 import dataclasses
@@ -67,11 +67,11 @@ class RelativeBias:
 
 
 def first_distances(buckets: int, distance: int) -> list[int]:
-  """Returns the least distance in each bucket of a side but the first.
+  """Returns the smallest distance of every bucket of a side but the first.
 
-  Half of the buckets hold one distance each, the others cover equal parts of
-  its logarithm. Computed on the host, so that no device rounds a logarithm to
-  the other side of an edge.
+  Half of the buckets hold one distance each; the others have equal width in
+  log-distance. Computed on the host, so that devices cannot round a logarithm
+  across a bucket's edge.
 
   Args:
     buckets: buckets of a side.
@@ -106,11 +106,11 @@ def bucket(
 def scores(
   bias: RelativeBias, spec: masks.MaskSpec
 ) -> Float[Array, '#B N T S']:
-  """Computes what is added to the scores of self-attention.
+  """Computes the bias of the scores of self-attention.
 
-  Of queries and keys that are consecutive tokens distances come from indices,
-  so that rows share the result: positions differ by as much inside a segment,
-  and the mask hides the others.
+  For consecutive tokens, distances come from indices, so that rows share the
+  result: within a segment positions differ by as much, and the mask hides other
+  segments.
 
   Args:
     bias: the table.

@@ -1,7 +1,7 @@
 """Rotary position embedding (Su et al. 2021), half-split as in Gemma.
 
 Dimension j is rotated with dimension j + H/2. `angles` are computed once for
-all layers of a kind, and each layer rotates by them.
+all layers of a kind.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ NUMBERS = {
 
 @dataclasses.dataclass(frozen=True)
 class Scaling:
-  """Change of frequencies for rows longer than those trained on.
+  """Scaling of the frequencies, for rows longer than in training.
 
   The fields are the keys of `config.model.encoder.rope_scaling`.
   """
@@ -91,8 +91,8 @@ def angles(
     positions: position of every token, from 0.
     head_dim: H, even.
     theta: base; frequency j is theta^(-2j/H).
-    dtype: dtype of the result, cast before the products as bf16 parity with
-      transformers needs; the angles themselves are fp32.
+    dtype: dtype of the result, cast before the products for bf16 parity with
+      transformers; the angles themselves are fp32.
     scaling: scaling of the frequencies.
 
   Returns:

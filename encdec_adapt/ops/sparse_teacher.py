@@ -1,4 +1,4 @@
-"""A few tokens of a teacher's distribution for every target, with weights.
+"""A few weighted tokens of a teacher's distribution for every target.
 
 | form   | tokens                               | weight                      |
 |--------|--------------------------------------|-----------------------------|
@@ -30,8 +30,8 @@ def choose(
 ) -> tuple[Int[Array, 'B T K'], Float[Array, 'B T K']]:
   """Chooses tokens of softmax(hidden @ table.T) at temperature 1.
 
-  The logits of a position of every row are in memory at a time. Rows are
-  divided over the devices, each of which has the whole table.
+  Holds the logits of one position of every row at a time. Rows are sharded over
+  the devices, and each device has the whole table.
 
   Args:
     hidden: final hidden states of the teacher.
@@ -42,9 +42,8 @@ def choose(
     softcap: soft-cap of the logits.
 
   Returns:
-    Token ids, int32, and their weights, float32: numbers of draws that sum to
-    k, or probabilities that sum to 1. An id that was drawn several times has
-    weight 0 after its first place.
+    Token ids, int32, and their weights, float32: counts of draws, with sum k,
+    or probabilities, with sum 1. Repetitions of a drawn id have weight 0.
   """
   table = partition.shard(table[:vocab_size].astype(hidden.dtype), None, None)
   count = draws.shape[-1]

@@ -1,10 +1,10 @@
-"""Cross-entropy over a large vocabulary, in a pass that stores no logits.
+"""Cross-entropy over a large vocabulary, without storing logits.
 
-Alone, or with distillation from a teacher's distribution, computed from the
-same logits. All results are sums over weights: the caller divides by the
-weight of the whole global step, so that microbatches and hosts of unequal
-weight add up to one large batch. Losses that compare sequences read the
-log-probability of each token instead (`token_log_probs`).
+Optionally with distillation from a teacher's distribution, computed from the
+same logits. All results are weighted sums: the caller divides by the weight of
+the whole global step, so that microbatches and hosts of unequal weight add up
+to one large batch. Losses that compare sequences read the log-probability of
+each token instead (`token_log_probs`).
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ class LossSums:
     divergence: weights * divergence of teacher and student, both at the
       temperature; not multiplied by its square. 0 without a teacher.
     z_loss: the z-loss part of `total`.
-    correct: weight of the tokens with a target of the largest logit (ties
+    correct: weight of the tokens whose target has the largest logit (ties
       count as correct).
     weight: sum of the weights.
   """
@@ -60,26 +60,25 @@ def cross_entropy(
 ) -> LossSums:
   """Computes the cross-entropy of `targets` under softmax(hidden @ table.T).
 
-  Products run in the dtype of `hidden` and accumulate in float32. When it is
-  differentiated, the gradients are computed together with the loss; otherwise
-  they are not computed. Runs on the active partition (`ops.partition`), on
-  one device without one.
+  Products run in the dtype of `hidden` and accumulate in float32. Gradients are
+  computed together with the loss, and only under differentiation. Runs on the
+  active partition (`ops.partition`); without it on a single device.
 
   Args:
     hidden: final hidden states.
-    table: output table; its rows from `vocab_size` on are padding: their
-      probability and gradient are exactly 0.
+    table: output table; rows from `vocab_size` on are padding, with probability
+      and gradient exactly 0.
     targets: ids in [0, vocab_size). An id outside gives NaN where its weight
       is not 0.
     weights: any finite values; 0 hides a token.
     vocab_size: number of real tokens.
     softcap: logits become softcap * tanh(logits / softcap) (Gemma 2: 30).
     z_loss: coefficient of log(normaliser)^2 (PaLM, section 5: 1e-4).
-    label_smoothing: share of the target distribution that is uniform over the
-      real vocabulary.
-    chunk: most tokens of a device with logits in memory at a time.
-    teacher: a distribution to learn besides the targets, or None. It gets no
-      gradient.
+    label_smoothing: weight of the uniform distribution over the real vocabulary
+      in the target distribution.
+    chunk: maximum tokens per device with logits in memory at a time.
+    teacher: a distribution to learn besides the targets, without gradient; None
+      for none.
 
   Returns:
     The sums; `total` is differentiable in hidden, table and weights.
@@ -169,8 +168,8 @@ def token_log_probs(
 ) -> Float[Array, 'B T'] | tuple[Float[Array, 'B T'], Float[Array, 'B T']]:
   """Computes the log-probability of every target, with gradients.
 
-  The gradients are those of `cross_entropy` with the negative cotangents as
-  weights: a second pass over the chunks, so that logits are never stored.
+  The gradients equal those of `cross_entropy` with the negative cotangents as
+  weights: a second pass over the chunks, without storing logits.
 
   Args (see `cross_entropy`):
     hidden: final hidden states.

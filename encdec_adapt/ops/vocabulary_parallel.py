@@ -1,13 +1,13 @@
-"""One pass over token chunks against a table sharded over the vocabulary.
+"""A pass over chunks of tokens with a table sharded over the vocabulary.
 
-The sharded part of `vocabulary_loss`. Each device holds some rows of the
-output table [V, D] and some of the tokens. For a chunk of its tokens it
-gathers the hidden states of the devices with which it shares a table,
-forms the logits of its columns once, and from them both the terms of the
-loss and the gradients: `dhidden` goes back to the tokens' owners, `dtable`
-stays where the rows are. No device ever holds the logits of all its tokens,
-and no automatic differentiation passes through a collective, because the
-custom derivative (`vocabulary_loss`) is around `shard_map`.
+The sharded part of `vocabulary_loss`. Each device holds some rows of the output
+table [V, D] and some of the tokens. For a chunk of its tokens it gathers the
+hidden states of the devices that share the table with it, computes the logits
+of its columns once, and from them both the terms of the loss and the gradients:
+`dhidden` returns to the owners of the tokens, `dtable` stays with the rows. No
+device ever holds the logits of all its tokens, and automatic differentiation
+passes through no collective, because the custom derivative (`vocabulary_loss`)
+is around `shard_map`.
 
 Which mesh axes split tokens ('batch', 'length') and table rows ('vocab') is
 read from the active partition; without it, the same code runs on one device.
@@ -26,7 +26,7 @@ from jaxtyping import Array, Float
 
 from encdec_adapt.ops import partition, products
 
-# A logit that no sum notices; finite, so that zero times it is zero.
+# A logit without effect on sums; finite, so that zero times it is zero.
 EXCLUDED = -1e30
 
 DEFAULT_CHUNK = 512
@@ -42,9 +42,8 @@ class Columns:
 
   Attributes:
     ids: [v] int32, the token id of each local column.
-    is_token: [v] bool, False for columns that only pad the table, or None
-      where the table has no such columns (masking them would cost a pass over
-      the logits).
+    is_token: [v] bool, False for columns of padding; None if the table has no
+      padding (masking would cost a pass over the logits).
     vocab_size: number of columns that are tokens, over all devices.
     axes: mesh axes over which the columns are split.
   """
@@ -84,7 +83,7 @@ class Columns:
     return jax.lax.pmax(local, self.axes) if self.axes else local
 
   def only_tokens(self, values: ArrayLike, otherwise: float) -> ArrayLike:
-    """Replaces values [rows, v] in the columns that pad the table."""
+    """Replaces values [rows, v] in the columns of padding."""
     if self.is_token is None:
       return values
     return jnp.where(self.is_token, values, otherwise)
@@ -123,7 +122,7 @@ class _Layout:
     return jax.lax.all_gather(x, self.shared, axis=0, tiled=True)
 
   def local_rows(self, x: jax.Array) -> jax.Array:
-    """Cuts this device's [c, ...] out of [rows, ...] that every device has."""
+    """Slices this device's [c, ...] from replicated [rows, ...]."""
     if not self.shared:
       return x
     count = x.shape[0] // self.active.devices(self.shared)
@@ -131,7 +130,7 @@ class _Layout:
     return jax.lax.dynamic_slice_in_dim(x, start, count)
 
   def return_to_owners(self, x: jax.Array) -> jax.Array:
-    """Adds up partial sums [rows, D] to the sums [c, D] of local tokens."""
+    """Reduce-scatters partial sums [rows, D] to local tokens [c, D]."""
     if self.shared:
       x = jax.lax.psum_scatter(x, self.shared, scatter_dimension=0, tiled=True)
     return jax.lax.psum(x, self.vocab_only) if self.vocab_only else x
@@ -157,8 +156,8 @@ def soft_cap(
 def fixed_shift(cap: float | None, temperature: float = 1.0) -> float | None:
   """Returns a bound to subtract from soft-capped scores before exponentials.
 
-  Without one, the largest score has to be known before the pass that sums. None
-  where scores may lie so far apart that float32 needs it.
+  Without a bound, the maximum must be known before the sums. None if scores may
+  lie too far apart for float32.
   """
   bound = math.inf if cap is None else cap / temperature
   # The smallest exponential, of -2 * bound, is a normal number.
@@ -182,7 +181,7 @@ def sweep(
     tables: arrays [V, ...]; the first is the output table [V, D] in the dtype
       of the products.
     vocab_size: rows of the tables that are tokens; later rows are padding.
-    chunk: most tokens of a device in a step.
+    chunk: maximum tokens per device in a step.
     with_gradients: whether `step` returns the gradient of the logits.
 
   Returns:
