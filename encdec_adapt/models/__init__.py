@@ -1,9 +1,8 @@
-"""Transformer stacks and the models made of them.
+"""Transformer stacks and models: configs, parameters, forward pass, KV caches.
 
-Owns shapes, parameters, the forward pass and key/value caches. Calls `ops`
-for all arithmetic that is not a projection; imports nothing of training,
-sharding or data. Axes are named logically, and their meaning on a mesh is
-decided by the caller (`ops.partition.use`).
+Calls `ops` for all arithmetic except projections; imports nothing of training,
+sharding or data. Axes have logical names, and the caller maps them to a mesh
+(`ops.partition.use`).
 
 Letters of shapes and einsum equations, everywhere in the package:
 
@@ -18,7 +17,7 @@ The parameter tree is plain nested dicts of float32 arrays:
   {'encoder': STACK, 'decoder': STACK}, or {'decoder': STACK}
   STACK: embedder/table, blocks/layer_j/BLOCK with leading R, tail/layer_j/
     BLOCK without (lead/layer_j/BLOCK before layers with experts),
-    final_norm/scale, and head/table where it is not tied
+    final_norm/scale, and head/table if it is not tied
   BLOCK: see `block.Block`
 
 `layers_index` is the only place that maps a layer number to its leaves.

@@ -1,8 +1,8 @@
 """Low-rank adapters (LoRA, arXiv:2106.09685) of a model over a frozen base.
 
-Which parameters of a model train and which are frozen; the table of the
-trained ones; and the tree of parameters that a model is applied with, in which
-`ops.kernel_forms` take the place of kernels. The base is read by `stored`.
+Determines the trained and the frozen parameters of a model, the table of the
+trained parameters, and the tree to apply the model with, in which
+`ops.kernel_forms` replace kernels. `stored` reads the base.
 """
 
 from collections.abc import Mapping
@@ -87,7 +87,7 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class Adapters:
-  """The adapters of a model; holds no arrays.
+  """The adapters of a model, without arrays.
 
   Attributes:
     model: the model with the base's parameters.
@@ -118,7 +118,7 @@ class Adapters:
 
   @functools.cached_property
   def full(self) -> tuple[str, ...]:
-    """Paths of the parameters that train whole."""
+    """Paths of the fully trained parameters."""
     names = {path: _names(path) for path in self._base_table}
     paths = self._matches('full', names)
     # Training begins with these, so that they cannot stay as they are.
@@ -129,7 +129,7 @@ class Adapters:
 
   @functools.cached_property
   def kernels(self) -> tuple[str, ...]:
-    """Paths of the kernels that have adapters."""
+    """Paths of the kernels with adapters."""
     names = {
       path: _names(path)
       for path, info in self._base_table.items()
@@ -148,13 +148,13 @@ class Adapters:
 
   @functools.cached_property
   def quantized(self) -> frozenset[str]:
-    """Paths of the base's parameters that are held as integers."""
+    """Paths of the base's quantised parameters."""
     paths = self.frozen if self.options.base else ()
     return frozenset(p for p in paths if _is_projection(p, self._base_table[p]))
 
   @functools.cached_property
   def table(self) -> Mapping[str, parameters.ParamInfo]:
-    """Path of every parameter that trains to its shape and logical axes."""
+    """Path of every trained parameter to its shape and logical axes."""
     table = {path: self._base_table[path] for path in self.full}
     for path in self.kernels:
       info, (start, middle) = self._base_table[path], self._split(path)
@@ -168,7 +168,7 @@ class Adapters:
     return table
 
   def init(self, rng: jax.Array) -> dict[str, Any]:
-    """Draws the adapters, as PEFT does: their update is zero.
+    """Initialises the adapters like PEFT: their update is zero.
 
     A is uniform in +-1 / sqrt(inputs), `kaiming_uniform_(a=sqrt(5))` in torch,
     and B zero; of a table A is zero and B normal
@@ -178,7 +178,7 @@ class Adapters:
       rng: random key.
 
     Returns:
-      Nested parameters, without those that train whole.
+      Nested parameters of the adapters alone.
     """
     flat = {}
     for i, path in enumerate(self.kernels):
@@ -195,12 +195,12 @@ class Adapters:
   def attach(
     self, base: Any, trained: Any, key: jax.Array | None = None
   ) -> dict[str, Any]:
-    """Returns the parameters that the model is applied with.
+    """Returns the parameters to apply the model with.
 
     Args:
       base: the frozen parameters, nested.
-      trained: parameters of `table`, nested; a kernel without an adapter there
-        is that of the base.
+      trained: parameters of `table`, nested; kernels without an adapter come
+        from the base.
       key: random key of dropout; None for no dropout.
     """
     flat = traverse_util.flatten_dict(base, sep='/')
@@ -218,12 +218,12 @@ class Adapters:
     return traverse_util.unflatten_dict(flat, sep='/')
 
   def freeze(self, path: str, kernel: jax.Array, dtype: Any) -> Any:
-    """Returns a parameter as the base holds it.
+    """Casts or quantises a parameter of the base.
 
     Args:
       path: path of the parameter.
-      kernel: the parameter, float32 or as it is stored.
-      dtype: dtype of kernels, that of the computation; norms are float32.
+      kernel: the parameter, float32 or as stored.
+      dtype: dtype of kernels, the compute dtype; norms are float32.
 
     Returns:
       An array, or `Quantized` for the paths in `quantized`.
@@ -236,14 +236,14 @@ class Adapters:
     return kernel_forms.quantize_nf4(kernel, *self._block(path))
 
   def base_axes(self, path: str, leaf: Any) -> Any:
-    """Returns the logical axes of what `freeze` returns.
+    """Returns the logical axes of a frozen parameter.
 
     Args:
       path: path of the parameter.
-      leaf: the frozen parameter that `freeze` returned, or its shapes.
+      leaf: the result of `freeze`, or its shapes.
 
     Returns:
-      A tuple of names; of `Quantized` one in place of each of its arrays.
+      A tuple of names; for `Quantized` a tuple in place of each array.
     """
     info = self._base_table[path]
     if not isinstance(leaf, kernel_forms.Quantized):
@@ -255,7 +255,7 @@ class Adapters:
 
   @property
   def description(self) -> str:
-    """What trains, for users."""
+    """The trained parameters, for users."""
     count = sum(math.prod(info.shape) for info in self.table.values())
     return f'{count:,} parameters train; adapters of {self.options}'
 

@@ -1,8 +1,8 @@
 """Architectures: how each kind of model reads batches, prompts and contexts.
 
-The config of a model gives its architecture (`config.architecture`). Training,
-evaluation, inference and planning ask this object, so that they need no tests
-of types. Each stack reads the fields of a side of a batch
+The architecture is part of a model's config (`config.architecture`). Training,
+evaluation, inference and planning ask this object instead of testing types.
+Each stack reads the fields of one side of a batch
 (`objectives.framing`): `{side}_tokens`, `{side}_segments`, `{side}_positions`.
 
 | architecture    | stack   | side in batches of pairs | without inputs |
@@ -13,15 +13,15 @@ of types. Each stack reads the fields of a side of a batch
 | prefix decoder  | decoder | teacher                  | decoder        |
 | encoder         | decoder | encoder                  |                |
 
-The teacher's row holds the inputs of a pair and then its targets. A single
-stack whose head reads whole texts (`heads`) reads the sides of an encoder
-(`reader`), for every role of its stack.
+The teacher's row holds the inputs of a pair, then its targets. A single stack
+with a head for whole texts (`heads`) reads the sides of an encoder (`reader`),
+whatever the role of its stack.
 
 A batch may have a group of G completions for each of P prompts: fields of
 decoder, teacher and targets are then [P, G, L]. An encoder reads each prompt
-once, [P, S]; teacher's rows repeat it.
+once, [P, S]; rows of the teacher repeat it.
 
-Imports neither configs nor models, which import this module.
+Configs and models import this module.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,12 +43,12 @@ Ids = Sequence[int | np.integer] | np.ndarray
 
 
 class Framed(NamedTuple):
-  """Tokens that a model reads to score a continuation of a context.
+  """Tokens to score a continuation of a context.
 
   Attributes:
-    source: tokens of the encoder; none where the decoder reads the context.
+    source: tokens of the encoder; none if the decoder reads the context.
     tokens: tokens of the decoder.
-    prefix: number of the decoder's tokens that are context.
+    prefix: number of context tokens among the decoder's.
   """
 
   source: tuple[int, ...]
@@ -58,20 +58,20 @@ class Framed(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-  """Base of all kinds; a decoder that reads inputs and targets in a row.
+  """Base class; itself a decoder of inputs and targets in one row.
 
   Attributes:
     name: `config.model.kind`.
     role: self-attention of the decoder's stack.
     prompt_stack: name of the stack that reads a prompt.
-    has_encoder: whether `encode` gives states that see a whole text.
-    generates: whether it predicts next tokens: it generates text and scores
+    has_encoder: whether `encode` returns states that see a whole text.
+    generates: whether it predicts next tokens, and so generates text and scores
       continuations.
-    predicts_inputs: whether it can learn the inputs of a pair too.
-    rows: contents of rows that it can be trained on: sides that an objective
-      fills ('pair', 'decoder', 'encoder'), or those of a `reader`.
-    sides_of_pairs: stack -> side that it reads in batches of pairs.
-    sides_of_texts: the same in batches without inputs.
+    predicts_inputs: whether it can also learn the inputs of a pair.
+    rows: supported contents of training rows: sides filled by an objective
+      ('pair', 'decoder', 'encoder'), or the contents of a `reader`.
+    sides_of_pairs: stack -> its side in batches of pairs.
+    sides_of_texts: stack -> its side in batches without inputs.
   """
 
   name: str
@@ -96,11 +96,11 @@ class Architecture:
     return self.has_encoder and not self.encodes_prompt
 
   def require_generation(self, model: str, remedy: str) -> None:
-    """Refuses a model that predicts no next tokens.
+    """Checks that the model predicts next tokens.
 
     Args:
       model: name of the model, the subject of the message.
-      remedy: a sentence's end that tells what to do.
+      remedy: end of the message, with the remedy.
 
     Raises:
       UserError: it is encoder-only, or its head predicts no tokens.
@@ -112,7 +112,7 @@ class Architecture:
       )
 
   def require_encoder(self) -> None:
-    """Refuses a decoder-only model.
+    """Checks that the model has an encoder.
 
     Raises:
       UserError: it is decoder-only.
@@ -144,7 +144,7 @@ class Architecture:
   def source(
     self, model: Any, params: Params, fields: Fields, **options: Any
   ) -> tuple[Array, ...]:
-    """Computes the arguments of `model.decode` that come from an encoder.
+    """Computes the encoder's output for `model.decode`.
 
     Args:
       model: the model (`models.build`).
@@ -153,7 +153,7 @@ class Architecture:
       **options: `routing` and `dropout` of `base_model.BaseModel.run_stack`.
 
     Returns:
-      The encoder's states and segments; nothing without cross-attention.
+      The encoder's states and segments; () without cross-attention.
     """
     del model, params, fields, options
     return ()
@@ -198,8 +198,8 @@ class Architecture:
     hidden = self._read(model, params, batch, **options)
     if self.sides('encoder_tokens' in batch)['decoder'] != 'teacher':
       return hidden
-    # The row of a pair has more positions than targets: take those of the
-    # targets, so that losses find them where an encoder-decoder has them.
+    # The row of a pair has more positions than targets: select the positions of
+    # the targets, in the layout of an encoder-decoder.
     return jnp.take_along_axis(
       hidden, batch['teacher_index'][..., None], axis=1
     )  # [B, T, D]
@@ -207,13 +207,13 @@ class Architecture:
   def read_answers(
     self, model: Any, params: Params, batch: Batch, **options: Any
   ) -> Float[Array, 'B D']:
-    """Computes the states that have read whole answers, with their ends.
+    """Computes the final states of whole answers, including their ends.
 
     Args:
       model: the model.
       params: parameters of the model.
-      batch: fields of `objectives.framing`; rows hold a single pair, whose n
-        targets leave a position of the decoder's for BOS.
+      batch: fields of `objectives.framing`; rows hold a single pair, with room
+        for BOS before the n targets of the decoder.
       **options: as for `source`.
 
     Returns:
@@ -224,7 +224,7 @@ class Architecture:
     if side == 'decoder':
       batch |= _with_last_target(batch)
     hidden = self._read(model, params, batch, **options)
-    # A row of padding has no last token.
+    # Rows of padding have no last token.
     last = jnp.maximum(jnp.sum(batch[f'{side}_segments'] > 0, axis=1) - 1, 0)
     return jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
 
@@ -243,12 +243,12 @@ class Architecture:
     return self.states(model, params, fields, **options)
 
   def prefix(self, batch: Batch) -> Int[Array, 'B R'] | None:
-    """Returns 1 where the teacher's row is read from both sides."""
+    """Returns 1 at bidirectional positions of the teacher's row."""
     del batch
     return None
 
   def frame(self, context: Ids, continuation: Ids, bos: int) -> Framed:
-    """Frames a continuation to be scored.
+    """Returns the tokens to score a continuation.
 
     Args:
       context: token ids, BOS first.
@@ -256,7 +256,7 @@ class Architecture:
       bos: first token of a decoder that does not read the context.
     """
     del bos
-    # The last token predicts nothing that is scored.
+    # The prediction of the last token is not scored.
     tokens = [*context, *continuation[:-1]]
     return Framed((), tokens, len(context))
 
@@ -273,16 +273,16 @@ class Architecture:
       bos: first token of a decoder that does not read the prompt.
 
     Returns:
-      Arguments of `cache.insert`, and the tokens that the decoder has read,
-      of which the last is still to be read by `model.decode_step`.
+      Arguments of `cache.insert`, and the tokens of the decoder; the first
+      `model.decode_step` reads the last of them.
     """
     del bos
     tokens, segments, _ = fields
     counts = jnp.sum(segments, axis=1)
     entries = model.prefill(params, *fields)
     last = jnp.take_along_axis(tokens, counts[:, None] - 1, axis=1)
-    # The last token is repeated at the padding, which repetition penalties must
-    # not take for tokens that were read.
+    # Repeat the last token at the padding: repetition penalties must not count
+    # the padding id.
     tokens = jnp.where(segments > 0, tokens, last)
     return {'prompt': entries, 'lengths': counts}, tokens
 
@@ -332,7 +332,7 @@ class EncoderDecoder(Architecture):
   }
 
   def positions(self, prompt: int, generated: int) -> dict[str, int]:
-    """Returns the prompt's for the encoder, the generated for the decoder."""
+    """Returns the lengths of the prompt (encoder) and the rest (decoder)."""
     return {'encoder': prompt, 'decoder': generated}
 
   def encode(
@@ -348,21 +348,21 @@ class EncoderDecoder(Architecture):
     return self.encode(model, params, fields, **options), fields[1]
 
   def frame(self, context: Ids, continuation: Ids, bos: int) -> Framed:
-    """Frames the context for the encoder, the continuation after BOS."""
+    """Returns the context for the encoder, and the continuation after BOS."""
     return Framed(tuple(context), [bos, *continuation[:-1]], 0)
 
   def prefill(
     self, model: Any, params: Params, fields: Fields, bos: Int[Array, ''] | int
   ) -> tuple[dict[str, Any], Int[Array, 'B n']]:
-    """Encodes prompts; the decoder has read BOS only."""
+    """Encodes prompts; the decoder reads only BOS."""
     encoded, segments = self.source(model, params, fields)
-    # Projected once for all steps; the states themselves are not read again.
+    # Projected once for all steps; the states are not needed again.
     cross = model.prefill_cross(params, encoded)
     tokens = jnp.full((len(segments), 1), bos)
     return {'cross': cross, 'encoder_segments': segments}, tokens
 
 
-# Only its states at inputs see nothing of the tokens that they predict.
+# Only its states at inputs do not see the tokens that they predict.
 CAUSAL_DECODER = Architecture(
   'decoder_only',
   'causal',
@@ -386,8 +386,8 @@ def reader(stack: Architecture, rows: str) -> Architecture:
   """Returns the architecture of a single stack that reads whole texts.
 
   Args:
-    stack: architecture of the stack, whose name it keeps.
-    rows: contents of rows that it can be trained on.
+    stack: architecture of the stack; the name stays.
+    rows: supported contents of training rows.
   """
   return dataclasses.replace(ENCODER, name=stack.name, rows=(rows,))
 
@@ -404,8 +404,8 @@ def inputs_of(batch: Batch) -> Int[Array, 'B R']:
   rows = jnp.arange(len(batch['targets']))[:, None]
   targets = batch['teacher_index'] + 1
   is_target = jnp.zeros_like(batch['teacher_segments'])
-  # `max`, because targets that are padding point to index 0 + 1, which may be a
-  # target of the row.
+  # `max`, because padded targets point to index 0 + 1, which may be a target of
+  # the row.
   is_target = is_target.at[rows, targets].max(
     jnp.int32(batch['decoder_segments'] > 0)
   )

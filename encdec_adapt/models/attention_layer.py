@@ -1,13 +1,11 @@
 """Attention modules: projections around `ops.attention`.
 
-Grouped-query attention, scores scaled by query_scale^-1/2 and soft-capped.
+Grouped-query attention, with scores scaled by query_scale^-1/2 and soft-capped.
 Self-attention rotates queries and keys, or adds a relative position bias to the
-scores. Cross-attention has no position
-signal and no window, reads an encoding that is already normalised, of the
-encoder's width, and has the decoder's heads, scale and cap. In merged
-attention (T5Gemma 2) the decoder's self-attention reads the encoding too.
-
-Imports neither blocks nor stacks, which are made of these modules.
+scores. Cross-attention has no position signal and no window; it reads the
+normalised states of the encoder, in the encoder's width, and has the decoder's
+heads, scale and cap. In merged attention (T5Gemma 2) the decoder's
+self-attention also reads the encoder's states.
 """
 
 from collections.abc import Mapping
@@ -44,12 +42,12 @@ def project_keys_values(
 
   Args:
     config: stack of the layer that attends.
-    params: parameters of its attention, of which the function reads those of
-      keys and values: 'key' [E, K, H], 'key_bias' [K, H], 'key_norm' [H], ..
+    params: parameters of its attention, including those of keys and values:
+      'key' [E, K, H], 'key_bias' [K, H], 'key_norm' [H], ..
     source: normalised states.
   """
   if _MERGED in params:
-    # The product with queries' kernels would not be read.
+    # The product with the queries' kernel would be unused.
     params = {**params, _KEYS_VALUES: params[_MERGED][:, :, -2:]}
   key, value = _project(params, source, *_KEYS_VALUES.split('_'))
   return _keys_values(config, params, key, value)
@@ -76,12 +74,12 @@ def _norm(config, params, name: str, x: jax.Array) -> jax.Array:
 
 
 class _Attention(nn.Module):
-  """Parameters and the steps that self- and cross-attention share.
+  """Parameters and steps shared by self- and cross-attention.
 
   Attributes:
     config: the stack's shape.
-    compute: how the model is computed.
-    source_width: width of the states that keys and values are projected from.
+    compute: execution options.
+    source_width: width of the states projected to keys and values.
   """
 
   config: model_config.StackConfig
@@ -89,15 +87,15 @@ class _Attention(nn.Module):
   source_width: int
 
   def setup(self):
-    # A dict like the layer's parameters: `project_keys_values` takes both, so
-    # that a prompt's encoding is projected without a module.
+    # A dict like the layer's parameters: `project_keys_values` takes both, to
+    # project the states of a prompt's encoder without a module.
     self.weights = layers.parameters(self, self._declare)
 
   def _declare(self) -> dict[str, Any]:
     cfg = self.config
     of_source = (self.source_width, cfg.kv_heads, cfg.head_dim)
-    # A product contracts the first dimensions of a kernel, and its bias has the
-    # others. Heads and head_dim stay separate, so that heads can be sharded.
+    # A product contracts the first dimensions of a kernel; its bias has the
+    # remaining dimensions. Heads and head_dim stay separate, to shard heads.
     kernels = {
       'query': (1, (cfg.width, cfg.heads, cfg.head_dim)),
       'key': (1, of_source),
@@ -137,14 +135,14 @@ class _Attention(nn.Module):
     """Attends over the source and projects the result to the width.
 
     Args:
-      q: queries; with a cache copies of that of a token, which attends once.
+      q: queries; with a cache, copies of a token's query, which attends once.
       source: keys and values.
       mask: mask of the queries over the source.
       cached: whether the source comes from a cache.
       bias: relative position bias of the scores; None for none.
     """
     cfg, compute = self.config, self.compute
-    # By heads, not head_dim: scores then need no sum over devices.
+    # Shard heads, not head_dim: scores then need no sum over devices.
     q = partition.shard(q, 'batch', 'length', 'act_heads', None)
     out = attention.attention(
       q[:, :1] if cached else q,
@@ -166,7 +164,7 @@ class SelfAttention(_Attention):
   """Attention of a sequence to itself, with positions."""
 
   def setup(self):
-    """Declares also the bias of the layer, if it has its own."""
+    """Declares the parameters, and the layer's bias if it has one."""
     super().setup()
     positions = self.config.relative
     if positions and positions.kind == 'relative_each':
@@ -185,19 +183,19 @@ class SelfAttention(_Attention):
     """Attends over `x`, or over a cache after writing `x` to it.
 
     Args:
-      x: normalised states; with a cache copies of those of a token.
+      x: normalised states; with a cache, copies of a token's states.
       rotation: cosines and sines of the positions (`rope.angles`); None in a
         stack with relative positions.
       mask: mask over the keys of `x`, or over the cache's entries.
       cached: entries of earlier tokens, or None.
       slot: slot of the cache for the token of each row.
-      memory: in merged attention without a cache the encoder's output; its
-        keys, without a rotation, follow the others in `mask`.
-      bias: relative position bias of the stack, None if it has none.
+      memory: in merged attention without a cache, the encoder's output; its
+        unrotated keys follow the other keys in `mask`.
+      bias: relative position bias of the stack; None without one.
 
     Returns:
-      The output, and keys and values: the cache with `x` in it, or those of
-      `x` [B, L, K, H] without a cache.
+      The output, and keys and values: the cache with `x` added, or without a
+      cache the keys and values of `x` [B, L, K, H].
     """
     groups = [_MERGED] if _MERGED in self.weights else ['query', _KEYS_VALUES]
     projected = [_project(self.weights, x, *name.split('_')) for name in groups]
@@ -236,7 +234,7 @@ class CrossAttention(_Attention):
     mask: masks.MaskSpec,
     cached: caches.KeyValues | None,
   ) -> Float[Array, 'B T D']:
-    """Attends to `cached` or, without it, to `encoded`."""
+    """Attends to `cached`, or without it to `encoded`."""
     # Neither queries nor keys are rotated, as in T5Gemma.
     if cached is not None:
       source = caches.transposed(cached)

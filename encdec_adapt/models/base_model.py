@@ -1,9 +1,8 @@
-"""The base of all kinds of models: stacks, a head, and decoding with a cache.
+"""Base class of models: stacks, a head, and decoding with a cache.
 
-A model is a hashable value, its config and choices of computation; its methods
-are functions of parameters. Its kind (`architecture`) is data of the
-config; `encoder_decoder` adds the second stack. Imports neither `build` nor
-anything that trains or serves models.
+A model is a hashable value: its config and execution options. Its methods are
+functions of parameters. Its architecture is part of the config;
+`encoder_decoder` adds the second stack.
 """
 
 from collections.abc import Mapping
@@ -35,7 +34,7 @@ class Dropout(NamedTuple):
   """Dropout of a forward pass in training.
 
   Attributes:
-    rate: share of the values that is zeroed, in (0, 1).
+    rate: dropout rate, in (0, 1).
     key: random key of all masks of the pass.
   """
 
@@ -45,14 +44,14 @@ class Dropout(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class BaseModel:
-  """Base of all kinds of models; hashable, holds no arrays.
+  """Base class of models; hashable, without arrays.
 
-  The stack named 'decoder' has the head: a model of a single stack, such as an
-  encoder-only model, has no other.
+  The stack named 'decoder' has the head. It is the only stack of a single-stack
+  model, even of an encoder-only model.
 
   Attributes:
     config: shape of the model.
-    compute: how the model is computed.
+    compute: execution options.
   """
 
   config: model_config.ModelConfig
@@ -73,7 +72,7 @@ class BaseModel:
     return parameters.init(self.config, rng)
 
   def head(self, params: Params) -> Float[Array, 'V D']:
-    """Returns the output table, padding rows included."""
+    """Returns the output table, including padding rows."""
     module = self.config.decoder.head.module or 'embedder'
     return kernel_forms.dense(params['decoder'][module]['table'])
 
@@ -82,7 +81,7 @@ class BaseModel:
   ) -> Float[Array, 'B T vocab']:
     """Computes soft-capped float32 logits of the decoder's states.
 
-    For small uses and generation; training has `ops.vocabulary_loss`, which
+    For small inputs and generation; training uses `ops.vocabulary_loss`, which
     never holds the logits of all positions.
     """
     cfg = self.config.decoder
@@ -93,7 +92,7 @@ class BaseModel:
   def init_cache(
     self, batch: int, length: int, source: int = 0
   ) -> caches.Cache:
-    """Makes an empty cache for `decode_step`; see `caches.empty`."""
+    """Returns an empty cache for `decode_step`; see `caches.empty`."""
     return caches.empty(
       self.config.decoder, batch, length, source, self.compute.dtype
     )
@@ -113,8 +112,8 @@ class BaseModel:
       params: the model's parameters.
       name: name of the stack in `config.stacks`.
       *args: positional arguments of the stack.
-      routing: list to which the router losses of its layers are appended, for
-        `expert_layer.mean_losses`; None to skip them.
+      routing: a list; the router losses of the layers are appended, for
+        `expert_layer.mean_losses`. None skips them.
       dropout: rate and key of dropout; None for none.
       **kwargs: keyword arguments of the stack.
     """
@@ -127,8 +126,8 @@ class BaseModel:
       number = list(self.config.stacks).index(name)
       key = jax.random.fold_in(dropout.key, number)
       kwargs |= {'dropout': dropout.rate, 'rngs': {'dropout': key}}
-    # Flax computes the losses only if their collection is mutable, and returns
-    # no such collection of a stack without experts.
+    # Flax computes the losses only if their collection is mutable, and omits it
+    # for a stack without experts.
     if routing is None or not shape.experts:
       return apply(variables, *args, **kwargs)
     collection = expert_layer.COLLECTION
@@ -166,7 +165,7 @@ class BaseModel:
   def prefill(
     self, params: Params, tokens: Tokens, segments: Tokens, positions: Tokens
   ) -> Any:
-    """Reads prompts, which a prefix decoder reads from both sides.
+    """Reads prompts; a prefix decoder attends to them bidirectionally.
 
     Args:
       params: the model's parameters.
@@ -198,8 +197,8 @@ class BaseModel:
       States of the tokens, and the cache with the tokens added.
     """
     tokens = tokens[:, None]
-    # Every row is a single segment, 1, as the entries of its cache are. Rows
-    # without a request read tokens too: the shapes of the program are fixed.
+    # A row and its cache are a single segment, 1. Rows without a request also
+    # read tokens: the shapes of the program are fixed.
     segments, positions = jnp.ones_like(tokens), cache.index[:, None]
     hidden, cache = self.run_stack(
       params, 'decoder', tokens, segments, positions, cached=cache

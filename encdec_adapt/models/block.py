@@ -18,8 +18,8 @@ from encdec_adapt.models import (
 from encdec_adapt.models import kv_cache as caches
 from encdec_adapt.ops import partition
 
-# Parts of a block that only a decoder with cross-attention has, and the
-# corresponding part of self-attention, from which adaptation starts them.
+# Parts of a block for cross-attention, and the corresponding parts of
+# self-attention, which initialise them in an adaptation.
 CROSS: Mapping[str, str] = types.MappingProxyType(
   {
     'pre_cross_norm': 'pre_attention_norm',
@@ -31,23 +31,21 @@ CROSS: Mapping[str, str] = types.MappingProxyType(
 
 @flax.struct.dataclass
 class Context:
-  """Inputs that are the same for every layer of a stack.
+  """Inputs shared by all layers of a stack.
 
   Attributes:
     rotations: cosines and sines of the positions (`rope.angles`) by kind of
       layer; None in a stack with relative positions.
     masks: MaskSpec of self-attention by kind of layer; in merged attention
       its last keys are the encoder's.
-    bias: relative position bias of all layers; None if they have none in
-      common.
+    bias: relative position bias shared by all layers; None without one.
     slots: slot of the cache for the token of each row, int32 [B], by kind of
       layer; None without a cache.
-    encoded: the encoder's output [B, S, E]; None without cross-attention, and
-      if its keys and values are cached.
+    encoded: the encoder's output [B, S, E]; None without cross-attention or
+      with cached keys and values.
     cross_mask: MaskSpec of cross-attention, or None.
-    real: tokens that are not padding, bool [B, L]; None in a stack without
-      experts.
-    dropout: rate of dropout, in [0, 1); it needs the random stream 'dropout'.
+    real: False at padding, bool [B, L]; None in a stack without experts.
+    dropout: dropout rate, in [0, 1); needs the random stream 'dropout'.
     collect: whether layers return keys and values without a cache.
   """
 
@@ -67,13 +65,13 @@ class Context:
 class Block(nn.Module):
   """Self-attention, cross-attention in a decoder with an encoder, feed-forward.
 
-  Each is added to the residual stream as post_norm(f(pre_norm(x))), or as
-  f(pre_norm(x)) in a stack without post-norms. Dropout applies to these
-  updates, as in T5Gemma (transformers, modeling_t5gemma.py).
+  Each adds post_norm(f(pre_norm(x))) to the residual stream, or f(pre_norm(x))
+  in a stack without post-norms. Dropout applies to these updates, as in T5Gemma
+  (transformers, modeling_t5gemma.py).
 
   Attributes:
     config: the stack's shape.
-    compute: how the model is computed.
+    compute: execution options.
     kind: kind of the layer.
     sparse: whether its feed-forward has experts.
   """
@@ -137,7 +135,7 @@ class Block(nn.Module):
       y = feed_forward(y, context.real)
     else:
       y = layers.MLP(cfg, compute.dtype, cfg.mlp_width, name='mlp')(y)
-    # In training there are no entries among the outputs of rematerialisation
-    # and scan, [R, B, L, K, H] of each.
+    # In training, keep them out of the outputs of rematerialisation and scan,
+    # each [R, B, L, K, H].
     keep = context.collect or cached is not None
     return add(x, y, 'post_mlp_norm'), entries if keep else None

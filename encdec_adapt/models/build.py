@@ -1,6 +1,6 @@
 """Builds a model from its config, for training and inference.
 
-The only module here that knows all classes of models.
+The only module here that imports all classes of models.
 """
 
 import dataclasses
@@ -21,12 +21,11 @@ def build(
   config: model_config.ModelConfig,
   compute: execution.ComputeConfig = execution.REFERENCE,
 ) -> Model:
-  """Makes a model: a hashable value with functions of parameters.
+  """Returns a model: a hashable value with functions of parameters.
 
   Args:
     config: shape of the model.
-    compute: how it is computed; by default in float32, without
-      rematerialisation.
+    compute: execution options; by default float32 without rematerialisation.
   """
   if config.architecture.encodes_prompt:
     return encoder_decoder.EncoderDecoder(config, compute)
@@ -34,11 +33,11 @@ def build(
 
 
 def unroll(model: Model) -> Model:
-  """Returns the model with a decoder whose layers are not scanned.
+  """Returns the model with an unrolled decoder, without a scan over layers.
 
   Decoding needs it: a scan would copy each layer's cache for every token.
   """
-  # The decoder only: an encoder runs once for a prompt, and a scanned program
+  # Only the decoder: an encoder runs once per prompt, and a scanned program
   # compiles faster.
   decoder = layers_index.unroll(model.config.decoder)
   config = dataclasses.replace(model.config, decoder=decoder)
@@ -46,6 +45,6 @@ def unroll(model: Model) -> Model:
 
 
 def unroll_params(model: Model, params: base_model.Params) -> dict[str, Any]:
-  """Returns parameters of the model as those of `unroll(model)`."""
+  """Converts parameters of the model to those of `unroll(model)`."""
   decoder = layers_index.unroll_params(model.config.decoder, params['decoder'])
   return {**params, 'decoder': decoder}

@@ -1,9 +1,9 @@
 """Text embeddings: pooling, projections and normalisation.
 
-An embedding model is a stack of any role with `heads.Embedding` as head. It
-pools the states of a text, multiplies them by its projections, as
-EmbeddingGemma does (arXiv:2509.20354, section 2.1: to a larger width and back,
-without biases), and divides by the norm. Imports jax and no other models.
+An embedding model is a stack of any role with the head `heads.Embedding`. It
+pools the states of a text, multiplies them by its projections, like
+EmbeddingGemma (arXiv:2509.20354, section 2.1: to a larger width and back,
+without biases), and divides by the norm.
 """
 
 from collections.abc import Mapping
@@ -65,5 +65,5 @@ def project(
 def normalised(x: Float[Array, '*B E']) -> Float[Array, '*B E']:
   """Divides vectors by their norms; zeros stay zeros."""
   squares = jnp.sum(jnp.square(x), axis=-1, keepdims=True)
-  # Inside of the root: its gradient at 0 is infinite.
+  # Inside the root, because its gradient at 0 is infinite.
   return x * jax.lax.rsqrt(jnp.maximum(squares, _SMALLEST**2))

@@ -1,7 +1,4 @@
-"""An encoder-decoder: two stacks, the second with cross-attention.
-
-Imports `base_model`, and nothing that builds, trains or serves models.
-"""
+"""An encoder-decoder: two stacks, the second with cross-attention."""
 
 import dataclasses
 import functools
@@ -25,8 +22,7 @@ Params = base_model.Params
 class EncoderDecoder(base_model.BaseModel):
   """A bidirectional encoder and a causal decoder that attends to it.
 
-  Segments tie the two together: a decoder token sees the encoder tokens with
-  the same segment number.
+  A decoder token sees the encoder tokens with the same segment number.
   """
 
   config: model_config.EncoderDecoderConfig
@@ -62,15 +58,15 @@ class EncoderDecoder(base_model.BaseModel):
     """Computes keys and values of an encoding for `caches.insert`.
 
     Returns:
-      Keys and values by layer, [B, S, K, H]; None for layers that do not
-      attend to the encoder.
+      Keys and values by layer, [B, S, K, H]; None for layers without
+      cross-attention.
     """
     stack = self.config.decoder
 
     def project(prefix: str, repeats: int | None) -> caches.KeyValues | None:
       if not stack.reads_encoder(layers_index.block_kind(stack, prefix)):
         return None
-      # Merged attention projects both stacks' states by the same kernels.
+      # Merged attention has the same kernels for the states of both stacks.
       name = 'attention' if stack.cross_merged else 'cross_attention'
       weights = layers_index.get_block(params['decoder'], prefix)[name]
       fn = functools.partial(

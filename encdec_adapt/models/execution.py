@@ -1,7 +1,4 @@
-"""Execution choices that change neither parameters nor results of a model.
-
-Imports no modules of layers: rematerialisation names values by `ops`.
-"""
+"""Execution options, which change neither parameters nor results of a model."""
 
 from collections.abc import Callable, Mapping
 import dataclasses
@@ -12,14 +9,15 @@ from encdec_adapt.base import keys
 from encdec_adapt.ops import attention, experts, products
 from encdec_adapt.telemetry import environment
 
-# Values of each block that are saved for the backward pass, with its input.
+# Values of each block saved for the backward pass, beside its input.
 #   none: everything; no rematerialisation.
 #   full: nothing.
 #   dots: results of products with weights, and attention outputs.
-#   narrow_dots: the same without products that more than double the width,
-#     the first of an MLP: most of the memory, half of the work saved.
-#   attention: attention outputs, so that attention itself runs once more
-#     only inside its backward pass.
+#   narrow_dots: the same without products that more than double the width, as
+#     in the first layer of an MLP: saves most of that memory, and recomputes
+#     half of the work.
+#   attention: attention outputs, so that attention is recomputed only inside
+#     its backward pass.
 REMAT_POLICIES: dict[str, Callable[..., bool] | None] = {
   'none': None,
   'full': policies.nothing_saveable,
@@ -39,10 +37,10 @@ _UNCHOSEN = 'full'  # Policy of a model that 'auto' has not been replaced in.
 
 @dataclasses.dataclass(frozen=True)
 class ComputeConfig:
-  """Keys of `config.compute`: how the model is computed.
+  """Keys of `config.compute`.
 
-  Part of every model, and hashable as models are: programs are cached by it.
-  No choice changes the parameters.
+  Part of every model, and hashable, as a key of cached programs. No option
+  changes the parameters.
   """
 
   dtype: str = keys.key(
@@ -85,14 +83,14 @@ class ComputeConfig:
   def on(
     self, platform: str, earlier: Mapping[str, str] | None = None
   ) -> 'ComputeConfig':
-    """Returns the configuration for some devices.
+    """Returns the section with the 'auto' values resolved for devices.
 
-    No value is 'auto' but `remat` on accelerators, which their memory decides
+    On accelerators `remat` stays 'auto': it depends on their memory
     (`training.remat_choice`).
 
     Args:
       platform: 'cpu', 'gpu' or 'tpu'.
-      earlier: keys of the job that is resumed, if one is, which stay.
+      earlier: values to keep in a resumed job; None for a new job.
     """
     values = {'dtype': 'bfloat16', 'remat': AUTO}
     if platform == 'cpu':
@@ -108,15 +106,15 @@ class ComputeConfig:
 
   @property
   def saveable(self) -> Callable[..., bool] | None:
-    """The policy that `remat` names, of `REMAT_POLICIES`."""
+    """The policy of `remat` in `REMAT_POLICIES`."""
     return REMAT_POLICIES[_UNCHOSEN if self.remat == AUTO else self.remat]
 
   @property
   def cached_attention(self) -> str:
     """Attention backend for keys from a cache.
 
-    Kernels are not worth their overhead for its few queries, and some need
-    positions that are indices.
+    Kernels do not pay off for few queries, and some need positions equal to
+    indices.
     """
     chosen = self.attention
     return 'chunked' if attention.BACKENDS[chosen].kernels else chosen

@@ -1,8 +1,8 @@
-"""The feed-forward of a layer with experts, and the collection of its losses.
+"""The feed-forward of a layer with experts, and its router losses.
 
 Router losses are not part of a layer's output: they are sown into a separate
-collection, which is computed only if a caller makes it mutable
-(`base_model.BaseModel.run_stack`). Imports no attention.
+collection, computed only if the caller makes it mutable
+(`base_model.BaseModel.run_stack`).
 """
 
 from collections.abc import Iterable
@@ -34,14 +34,14 @@ class Experts(nn.Module):
 
     Args:
       x: normalised states.
-      real: tokens that are not padding; padding is routed to no expert.
+      real: False at padding, which is routed to no expert.
     """
     cfg = self.config
     logits = self._router(x)
     chosen, shares = experts.route(
       logits, real, cfg.experts_per_token, normalise=cfg.norm_topk
     )
-    # Asked first: `sow` drops the losses too, but they would be traced.
+    # Check first: `sow` would drop the losses too, but only after tracing them.
     if self.is_mutable_collection(COLLECTION):
       self.sow(
         COLLECTION,
@@ -105,7 +105,7 @@ def mean_losses(collected: Iterable[Any]) -> experts.RouterLosses:
   losses = jax.tree.leaves(
     list(collected), is_leaf=lambda x: isinstance(x, experts.RouterLosses)
   )
-  # A scanned layer has a value for each repeat: layers count, not leaves.
+  # A scanned layer has a value per repeat: average over layers, not leaves.
   return jax.tree.map(
     lambda *values: jnp.mean(jnp.concatenate([v.reshape(-1) for v in values])),
     *losses,

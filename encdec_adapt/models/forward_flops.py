@@ -1,29 +1,27 @@
-"""Model FLOPs of a forward pass, by a stated formula.
+"""Model FLOPs of a forward pass.
 
-A multiplication and its addition are 2 FLOPs. Counted, per token or pair of
-positions, in a forward pass:
+A multiply-add is 2 FLOPs. A forward pass counts, per token or pair of
+positions:
 
 - projections of self-attention: 2 D H (2N + 2K) per token;
 - feed-forward: 2 * 3 D F per token, or 2 * 2 D F without a gate; with experts,
-  those that a token takes and a shared one, and the router's 2 D X;
-- cross-attention: 2 D H * 2N per target token (query, output; 0 where it is
-  merged, which counts them once), 2 E H * 2K per source token (key, value);
-- scores and weighted sum: 2 * 2 N H per visible pair of positions, where a
+  the chosen experts and the shared expert, and the router's 2 D X;
+- cross-attention: 2 D H * 2N per target token (query, output; 0 if merged, as
+  self-attention counts them), 2 E H * 2K per source token (key, value);
+- scores and weighted sum: 2 * 2 N H per visible pair of positions: a
   bidirectional layer sees L * L pairs, a causal layer L (L + 1) / 2, a windowed
   layer those inside its window, and cross-attention T * S; a prefix decoder
   sees the pairs of a causal one, and also S (S - 1) / 2 among its inputs;
-- the vocabulary product: 2 D V per position with logits, which are the targets
-  or, with `loss.on_inputs`, all positions.
+- the vocabulary product: 2 D V per position with logits: the targets or, with
+  `loss.on_inputs`, all positions.
 
 A training step is 3 forward passes (a backward pass costs two), an evaluation
-step is 1. A decoding step is a forward pass of one token a row that sees the
-keys of a whole cache; those of its source are cached. A prompt that a
-decoder reads leaves keys and values only, so that its last layer has no
-queries, attention, output projection and feed-forward. Norms, activations,
-soft-caps, the embedding lookup and rematerialisation are not counted, and rows
-count as full: packing and padding do not change the number.
-
-Imports configs and `ops.masks`: no arrays, programs or chips.
+step is 1. A decoding step is a forward pass of one token per row over the keys
+of a whole cache; keys of the source are cached. The prefill of a decoder needs
+only keys and values, so its last layer has no queries, attention, output
+projection and feed-forward. Norms, activations, soft-caps, the embedding lookup
+and rematerialisation are not counted, and rows count as full: packing and
+padding do not change the number.
 """
 
 import collections
@@ -33,7 +31,7 @@ import dataclasses
 from encdec_adapt.models import model_config as configs
 from encdec_adapt.ops import masks
 
-TRAINING = 3  # Forward passes that a training step costs.
+TRAINING = 3  # Cost of a training step in forward passes.
 
 
 def forward(
@@ -56,7 +54,7 @@ def forward(
     logits: positions of an answer with logits; 0 for its targets.
   """
   lengths = {'encoder': encoder, 'decoder': decoder, 'teacher': teacher}
-  # Rows without a decoder's side are an encoder's, which predicts in place.
+  # Rows without a decoder's side belong to an encoder, which predicts in place.
   positions = logits or decoder or encoder
   table = model.decoder.width, model.decoder.outputs
   total = answers * vocabulary(*table, positions)
@@ -80,7 +78,7 @@ def decoding(model: configs.ModelConfig, encoder: int, decoder: int) -> int:
   # Cross-attention sees all of the source at every step, but its keys and
   # values were projected before: no source in `stack_forward`.
   seen += cross_layers(stack) * encoder
-  # Replaces the scores of a single-token row by those of the cache.
+  # Replace the scores of a single-token row by the scores over the cache.
   weights = stack_forward(stack, 1) - scores(stack, 1)
   total = weights + 4 * stack.heads * stack.head_dim * seen
   return total + vocabulary(stack.width, stack.vocab_size, 1)
@@ -89,18 +87,18 @@ def decoding(model: configs.ModelConfig, encoder: int, decoder: int) -> int:
 def generation(
   model: configs.ModelConfig, prompt: int, generated: int
 ) -> tuple[int, int]:
-  """Returns the FLOPs of reading a prompt and of generating, for a row.
+  """Returns the FLOPs of prefill and decoding, for a row.
 
   Args:
     model: a model with a decoder.
-    prompt: tokens of the prompt, which an encoder reads if there is any.
+    prompt: tokens of the prompt, read by the encoder if there is one.
     generated: generated tokens.
 
   Returns:
-    FLOPs of the prefill, which has no vocabulary product, and of all decoding
-    steps (`inference.decoding`). An encoder-decoder's add up to `forward` on
-    rows of these lengths. A decoder reads the last token of the prompt twice:
-    its states predict the first generated token.
+    FLOPs of the prefill, without a vocabulary product, and of all decoding
+    steps (`inference.decoding`). For an encoder-decoder they add up to
+    `forward` on rows of these lengths. A decoder reads the last token of the
+    prompt twice: its states predict the first generated token.
   """
   stack = model.decoder
   lengths = model.architecture.positions(prompt, generated)
@@ -116,8 +114,8 @@ def generation(
   prefill -= _without_states(stack, context)
   for name, length in lengths.items():
     prefill += stack_forward(model.stacks[name], length)
-  # Causal rows add up: the steps of a row cost the row minus its beginning. The
-  # source's keys and values, part of both, cancel.
+  # Causal rows add up: the steps cost the whole row minus its beginning. Keys
+  # and values of the source are in both, and cancel.
   first = max(context - 1, 0)
   decode = decoder(first + generated) - decoder(first)
   return prefill, decode + vocabulary(stack.width, stack.vocab_size, generated)
@@ -132,11 +130,11 @@ def _without_states(stack: configs.StackConfig, length: int) -> int:
 
 
 def published(model: configs.ModelConfig, prompt: int, generated: int) -> int:
-  """Returns inference FLOPs as figure 3 of the T5Gemma paper counts them.
+  """Returns inference FLOPs in the convention of T5Gemma's figure 3.
 
-  The convention (arXiv 2504.06225, from its 13 numbers) counts each stack
-  as a causal decoder with logits at all its positions, and leaves out
-  cross-attention and encoders' bidirectional scores; `generation` counts the
+  The convention (arXiv 2504.06225, inferred from its 13 numbers) counts each
+  stack as a causal decoder with logits at all positions, without
+  cross-attention and bidirectional scores; `generation` counts the actual
   computation.
 
   Args:
@@ -169,8 +167,8 @@ def stack_forward(
   Args:
     stack: shape of the stack.
     length: positions of the row.
-    source_length: positions of the inputs: those that cross-attention reads,
-      or the first ones of a prefix decoder's row.
+    source_length: positions of the inputs: the source of cross-attention, or
+      the beginning of a prefix decoder's row.
   """
   heads = stack.heads * stack.head_dim
   kv_heads = stack.kv_heads * stack.head_dim
@@ -192,7 +190,7 @@ def scores(
   """Returns the part of `stack_forward` for scores and weighted sums."""
   pairs = _pairs(stack, length, layer_windows(stack), source_length)
   pairs += cross_layers(stack) * length * source_length
-  # 2 FLOPs for each of two products: scores, and the weighted sum of values.
+  # 2 FLOPs for each of two products: scores and the weighted sum of values.
   return 4 * stack.heads * stack.head_dim * pairs
 
 
@@ -217,7 +215,7 @@ def _pairs(
 
 
 def _feed_forward(stack: configs.StackConfig, layer: int) -> int:
-  """Returns a token's weights in the feed-forward of a layer, divided by D."""
+  """Returns the feed-forward weights used per token of a layer, over D."""
   if not stack.experts or layer < stack.dense_layers:
     return (3 if stack.mlp_gated else 2) * stack.mlp_width
   routed = stack.experts_per_token * stack.expert_width
@@ -242,8 +240,8 @@ def visible_pairs(
     window_rule: rule of a bidirectional window (`ops.masks.MaskSpec`).
     prefix: first positions of a causal row that see each other.
   """
-  # A causal window has W keys with the query's, as the past side of the
-  # exclusive rule; other rules are of bidirectional windows.
+  # A causal window has W keys including the query's, like the past side of the
+  # exclusive rule; the other rules apply to bidirectional windows.
   past, future = masks.sides(window, 'exclusive' if causal else window_rule)
   ahead = prefix if causal else length
   return length + _pairs_within(past, length) + _pairs_within(future, ahead)
@@ -256,7 +254,7 @@ def _pairs_within(reach: int | None, length: int) -> int:
 
 
 def layer_windows(stack: configs.StackConfig) -> list[int | None]:
-  """Returns each layer's window in positions, None where it has none."""
+  """Returns each layer's window in positions; None without a window."""
   return [
     stack.window if stack.layer_kind(i) == 'local' else None
     for i in range(stack.layers)
@@ -264,7 +262,7 @@ def layer_windows(stack: configs.StackConfig) -> list[int | None]:
 
 
 def cross_layers(stack: configs.StackConfig) -> int:
-  """Returns how many layers of a stack read the encoder."""
+  """Returns the number of layers that read the encoder."""
   return sum(
     stack.reads_encoder(stack.layer_kind(i)) for i in range(stack.layers)
   )

@@ -1,16 +1,14 @@
 """Key/value caches of incremental decoding.
 
-Every row has its index, so that rows of a batch may be at different
-positions. The slots of a layer form a ring: the entry of position p is at slot
-p modulo their number, which is the length of a row in global layers and at
-least the window in local ones. The contents of a slot follow from the row's
-index alone.
+Every row has an index, so that rows of a batch may be at different positions.
+The slots of a layer form a ring: the entry of position p is at slot p modulo
+the number of slots, which is the length of a row in global layers and at least
+the window in local layers. The row's index alone determines the contents of a
+slot.
 
-Keys and values are [B, K, slots, H], as the products of a query read them:
-no product transposes a cache. In merged attention the encoder's keys and
-values follow in the same array.
-
-Imports nothing of the modules that read caches (`attention_layer`, `stack`).
+Keys and values are [B, K, slots, H], the layout of a query's products, so no
+product transposes a cache. In merged attention the encoder's keys and values
+follow in the same array.
 """
 
 from typing import Any
@@ -23,8 +21,8 @@ from jaxtyping import Array, Int
 from encdec_adapt.models import layers_index, model_config
 from encdec_adapt.ops import partition, products
 
-# Slots of a local layer are a multiple of this, so that they divide over the
-# devices of a sequence axis.
+# Slots of a local layer are a multiple of this, to divide over the devices of a
+# sequence axis.
 _MULTIPLE = 16
 _AXES = ('batch', 'kv_heads', 'kv_length', 'head_dim')
 
@@ -47,12 +45,12 @@ class Cache:
 
   Attributes:
     layers: KeyValues of self-attention by layer.
-    cross: KeyValues of cross-attention by layer, None for layers without;
-      None without an encoder, and in merged attention.
+    cross: KeyValues of cross-attention by layer, None for layers without it;
+      None without an encoder and in merged attention.
     encoder_segments: 1 at the encoder's tokens, 0 at padding, int32 [B,
       source]; None without an encoder.
     index: position of the next token of each row, int32 [B].
-    length: positions that a row may have.
+    length: maximum positions of a row.
   """
 
   layers: dict[str, Any]
@@ -65,7 +63,7 @@ class Cache:
 
   @property
   def source(self) -> int:
-    """Tokens of the encoder that a row may have, 0 without an encoder."""
+    """Maximum tokens of the encoder per row; 0 without an encoder."""
     segments = self.encoder_segments
     return 0 if segments is None else segments.shape[1]
 
@@ -83,15 +81,14 @@ def slots(
 
 
 def slot_positions(last: Int[Array, 'B'], count: int) -> Int[Array, 'B slots']:
-  """Returns the position that each slot holds.
+  """Returns the position stored in each slot.
 
   Args:
     last: newest position of each row.
     count: number of slots.
 
   Returns:
-    The newest position up to `last` that belongs into each slot; negative
-    where there is none yet.
+    The newest position up to `last` of each slot; negative for unused slots.
   """
   last = last[:, None]
   # The remainder of a negative number is positive in jnp, as in Python: slots
@@ -106,7 +103,7 @@ def empty(
   source: int,
   dtype: str,
 ) -> Cache:
-  """Makes the cache of a decoder that has read nothing.
+  """Returns an empty cache of a decoder.
 
   Args:
     config: the decoder's stack; its layers are not scanned.
@@ -148,14 +145,14 @@ def empty(
 
 def axes(cache: Any) -> Any:
   """Returns the logical axes of every leaf of a cache (arrays or shapes)."""
-  # The leaves differ in rank: `index`, `encoder_segments`, keys and values.
+  # Ranks differ: `index`, `encoder_segments`, keys and values.
   names = {1: ('batch',), 2: ('batch', 'kv_length'), 4: _AXES}
   return jax.tree.map(lambda x: names[x.ndim], cache)
 
 
 def shard(cache: Any) -> Any:
   """Constrains every leaf of a cache by its logical axes."""
-  # The names of a leaf are passed whole: the leaves of `cache` end the map.
+  # `cache` comes first, so that the map ends at its leaves.
   return jax.tree.map(
     lambda x, names: partition.shard(x, *names), cache, axes(cache)
   )
@@ -168,7 +165,7 @@ def write(
 
   def write_rows(rows: jax.Array, x: jax.Array, i: jax.Array) -> jax.Array:
     if len(i) > 1:
-      # Each row has its own position, and so its own slot.
+      # Every row has another position, and so another slot.
       return jax.vmap(write_row)(rows, x, i)
     if not products.on_cpu():
       # Mapped over one row, XLA:GPU would select the values in a kernel first.
@@ -205,19 +202,19 @@ def insert(
     cache: the cache.
     rows: rows to replace; those beyond the batch are dropped.
     prompt: keys and values of a decoder's prompts by layer, [b, L, K, H]; None
-      where the decoder starts from nothing.
-    lengths: tokens of each of those prompts, at least 1; the last entry is
-      written again by the first decoding step, at index `lengths - 1`.
+      if the decoder has read nothing.
+    lengths: tokens of each prompt, at least 1; the first decoding step writes
+      the last entry again, at index `lengths - 1`.
     cross: keys and values of an encoding by layer, [b, S, K, H].
     encoder_segments: segments of the encoder's tokens; S is at most the
       cache's source.
   """
 
   def put(old: jax.Array, new: jax.Array, start: int = 0) -> jax.Array:
-    """Replaces slots from `start` by [b, n, K, H], n of them."""
+    """Replaces n slots from `start` by [b, n, K, H]."""
     new = new.swapaxes(1, 2).astype(old.dtype)
-    # Rows beyond the batch only fill a group of prompts up to the size that its
-    # program is compiled for (`inference.decoding.Group`).
+    # Rows beyond the batch pad a group of prompts to the size of its compiled
+    # program (`inference.decoding.Group`).
     return old.at[rows, :, start : start + new.shape[2]].set(new, mode='drop')
 
   # Slots behind the entries that are put keep those of the row's last prompt:
@@ -243,8 +240,8 @@ def insert(
     return entries
 
   replaced = {'layers': layers_index.map_blocks(config, put_layer)}
-  # A prompt leaves keys and values only: the states of its last token, which
-  # predict the first generated token, come from reading that token again.
+  # A prompt leaves only keys and values: its last token is read again, to
+  # predict the first generated token.
   start = jnp.zeros_like(rows) if lengths is None else lengths - 1
   replaced['index'] = cache.index.at[rows].set(start, mode='drop')
   if cache.cross is not None:
@@ -263,7 +260,7 @@ def insert(
 def resize(
   config: model_config.StackConfig, cache: Cache, length: int, source: int
 ) -> Cache:
-  """Changes the lengths of a cache; its rows in use must fit the new ones.
+  """Changes the lengths of a cache; rows in use must fit the new lengths.
 
   Args:
     config: the decoder's stack; its layers are not scanned.
@@ -288,7 +285,7 @@ def resize(
       ring = fit(x[:, :, :old], new)
       if x.shape[2] == old:
         return ring
-      # The encoder's entries move with the end of the ring.
+      # The entries of the encoder follow the end of the ring.
       return jnp.concatenate([ring, fit(x[:, :, old:], source)], axis=2)
 
     return jax.tree.map(fit_slots, layers_index.get_block(cache.layers, prefix))
@@ -311,12 +308,12 @@ def take_rows(cache: Cache, rows: Int[Array, 'b']) -> Cache:
 
 def reorder(cache: Cache, rows: Int[Array, 'B']) -> Cache:
   """Exchanges the generated entries of rows with equal prompts and lengths."""
-  # Equal prompts and lengths have equal cross-attention, segments and indices,
-  # which need no copies.
+  # Rows with equal prompts and lengths have equal cross-attention, segments and
+  # indices: no copies needed.
   layers = jax.tree.map(lambda x: x[rows], cache.layers)
   return shard(cache.replace(layers=layers))
 
 
 def transposed(entries: KeyValues) -> KeyValues:
-  """Returns the entries of a cache as attention takes them, [B, S, K, H]."""
+  """Returns the entries of a cache in attention's layout, [B, S, K, H]."""
   return jax.tree.map(lambda x: x.swapaxes(1, 2), entries)

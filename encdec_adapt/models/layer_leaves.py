@@ -1,10 +1,8 @@
-"""Names of parameters that do not depend on how a stack is stored.
+"""Names of parameters, independent of the storage of a stack.
 
-A leaf is named by its layer, 'decoder/layers/3/mlp/gate', whether it is a
-slice of a scanned block or a separate array in the tail. So models with
-different layer patterns have the same name for the same weight.
-
-Holds names and locations, no arrays; imports no checkpoints or exporters, which
+A leaf is named by its layer, 'decoder/layers/3/mlp/gate', whether it is a slice
+of a scanned block or a separate array in the tail. So models with different
+layer patterns have the same name for the same weight. Checkpoints and exporters
 read and write arrays by these names.
 """
 
@@ -24,7 +22,7 @@ class Leaf:
   Attributes:
     shape: shape of the leaf, without the `layers` axis.
     path: path of the stored array, joined with '/'.
-    index: index on that array's `layers` axis, None if it has none.
+    index: index on that array's `layers` axis; None without the axis.
   """
 
   shape: tuple[int, ...]
@@ -74,5 +72,5 @@ def layer_of(leaf: str) -> int | None:
 
 
 def with_layer(leaf: str, text: str) -> str:
-  """Returns the leaf's name with `text` in place of the layer number."""
+  """Replaces the layer number in a leaf's name."""
   return _LAYER.sub(f'/layers/{text}/', leaf)

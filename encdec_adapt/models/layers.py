@@ -1,15 +1,12 @@
 """Modules without attention: RMSNorm, the embedding table, the MLP.
 
-Initialisation, of every model here: kernels are truncated normal with
-variance 1 / fan-in, so that projections keep unit variance (about the 0.02 of
-Hugging Face at width 2304, and right at toy widths too); tables are normal
-with variance 1 / D, so that embeddings scaled by sqrt(D) have unit variance
-and tied logits start near N(0, 1); norm scales give a gain of 1. A stack with
-relative positions starts as T5 (arXiv:1910.10683): embeddings, which are not
-scaled there, with variance 1, and queries, as scores are not divided by
-sqrt(H), with variance 1 / (D H).
-
-Imports no attention and nothing that is made of layers.
+Initialisation of all models: kernels are truncated normal with variance
+1 / fan-in, so that projections keep unit variance (about Hugging Face's 0.02 at
+width 2304, and right at toy widths too); tables are normal with variance 1 / D,
+so that embeddings scaled by sqrt(D) have unit variance and tied logits start
+near N(0, 1); norm scales give a gain of 1. A stack with relative positions
+starts like T5 (arXiv:1910.10683): unscaled embeddings with variance 1, and
+queries with variance 1 / (D H), as scores are not divided by sqrt(H).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +31,7 @@ from encdec_adapt.ops import (
   relative_bias,
 )
 
-# Logical axes of kernels that `merge` makes of several, by their names.
+# Logical axes of merged kernels (`merge`), by joined name.
 MERGED: dict[str, tuple[str | None, ...]] = {
   **dict.fromkeys(
     ('query_key_value', 'key_value'), ('embed', 'kv_heads', None, None)
@@ -54,9 +51,9 @@ def kernel_init(
 
   Args:
     axes: logical name of each dimension.
-    in_axis: dimensions that a product contracts.
-    out_axis: dimensions that it produces.
-    batch_axis: dimensions that count kernels.
+    in_axis: contracted dimensions.
+    out_axis: output dimensions.
+    batch_axis: dimensions over separate kernels.
     scale: factor of the variance.
   """
   init = nn.initializers.variance_scaling(
@@ -84,7 +81,7 @@ def norm(
   x: Float[Array, '*L D'],
   scale: Float[Array, 'D'],
 ) -> Float[Array, '*L D']:
-  """Makes the stack's RMSNorm over the last axis."""
+  """Returns the stack's RMSNorm over the last axis."""
   one_plus = config.norm_gain == 'one_plus'
   return norms.rms_norm(x, scale, config.norm_eps, one_plus=one_plus)
 
@@ -102,11 +99,10 @@ class RMSNorm(nn.Module):
 
 
 def dropout(x: Float[Array, 'B L D'], rate: float) -> Float[Array, 'B L D']:
-  """Zeroes a share of the values and scales the others by 1 / (1 - rate).
+  """Applies dropout: zeroes values, and scales the others by 1 / (1 - rate).
 
-  Called inside a module that has the random stream 'dropout', unless the rate
-  is 0. The masks are those of the whole array, however it is sharded
-  (`jax_threefry_partitionable`).
+  Call inside a module with the random stream 'dropout', unless the rate is 0.
+  The masks do not depend on the sharding (`jax_threefry_partitionable`).
   """
   return nn.Dropout(rate, deterministic=False)(x) if rate else x
 
@@ -128,7 +124,7 @@ class Embedder(nn.Module):
     # in bfloat16 expect 55.5, not 55.43, at width 3072.
     if cfg.scale_embeddings:
       x = x * jnp.sqrt(jnp.float32(cfg.width)).astype(self.dtype)
-    # After the scaling, which T5Gemma 2 does not apply to this vector.
+    # After the scaling: T5Gemma 2 does not scale this vector.
     if cfg.eoi_token is not None:
       init = bias_init('table_embed')
       vector = self.param('eoi', init, (cfg.width,), jnp.float32)
@@ -138,7 +134,7 @@ class Embedder(nn.Module):
 
 
 class Head(nn.Module):
-  """Declares the table of a head that is not tied; `logits` reads it."""
+  """Declares the table of an untied head, for `logits`."""
 
   config: model_config.StackConfig
 
@@ -209,10 +205,9 @@ def declare_bias(
 def parameters(
   module: nn.Module, declare: Callable[[], dict[str, Any]]
 ) -> Mapping[str, Any]:
-  """Returns the parameters of a module by name, declared if it is initialised.
+  """Returns the parameters of a module by name; declares them at init.
 
-  Otherwise they are those that it is applied with, in any form: merged
-  kernels, `Quantized` or `Adapted`.
+  In `apply` they may have any form: merged kernels, `Quantized` or `Adapted`.
   """
   if module.is_initializing():
     return declare()
@@ -228,11 +223,11 @@ def declare(
   """Declares a kernel, float32 [*shape], as a parameter of a module.
 
   Returns:
-    The array; or what stands in its place, `Quantized` or `Adapted`.
+    The array, or the `Quantized` or `Adapted` that replaces it.
   """
   if module.has_variable('params', name):
     kernel = module.get_variable('params', name)
-    # Flax would compare the shape of the first array in it.
+    # Flax would compare the shape of its first array.
     if isinstance(kernel, (kernel_forms.Quantized, kernel_forms.Adapted)):
       return kernel
   return module.param(name, init, tuple(shape), jnp.float32)
@@ -246,7 +241,7 @@ def logits(
 ) -> Float[Array, 'B T vocab']:
   """Computes soft-capped float32 logits of the vocabulary's tokens."""
   x = products.logits(hidden, table.astype(hidden.dtype))
-  # Cut after the constraint: only with its padding does V divide over the mesh.
+  # Slice after the constraint: only with padding does V divide over the mesh.
   x = partition.shard(x, 'batch', 'length', 'act_vocab')[..., :vocab_size]
   return x if softcap is None else activations.softcap(x, softcap)
 
@@ -255,7 +250,7 @@ def rewards(
   table: Float[Array, 'V D'], states: Float[Array, 'B D']
 ) -> Float[Array, 'B']:
   """Computes float32 rewards, the products of states and the first row."""
-  # No matrix product, which TPUs would compute in bfloat16.
+  # Not a matrix product: TPUs would compute it in bfloat16.
   return jnp.sum(states.astype(jnp.float32) * table[0], axis=-1)
 
 
@@ -267,30 +262,30 @@ def project(
   axes: Sequence[str],
   product: Float[Array, 'B L *J'] | None = None,
 ) -> Float[Array, 'B L *J']:
-  """Projects states by a kernel and adds a bias, rounding once.
+  """Projects states with a kernel and adds a bias, rounding once.
 
-  With an adapter (LoRA, arXiv:2106.09685) x W + scale (x A) B: the product
-  W + scale A B is never computed. A quantised kernel is dequantised here, in
-  the backward pass again, so that a layer is dense at a time.
+  With an adapter (LoRA, arXiv:2106.09685) computes x W + scale (x A) B, never
+  the merged kernel W + scale A B. A quantised kernel is dequantised here, and
+  again in the backward pass, so that only one layer is dense at a time.
 
-  On CPUs both operands are flattened to matrices: where a product contracts
-  more than one dimension (batch and length in the gradients of kernels, heads
-  and head_dim in those of states), XLA:CPU first copies its operands into
-  transposed order, which costs a fifth of a training step. TPUs and GPUs
-  choose layouts that need no copies, and a merged shape would take that
-  choice away; so would a sharded length, which merging would gather.
+  On CPUs both operands are flattened to matrices: if a product contracts
+  several dimensions (batch and length in the gradients of kernels, heads and
+  head_dim in the gradients of states), XLA:CPU first copies its operands into
+  transposed order, which costs a fifth of a training step. TPUs and GPUs choose
+  layouts without copies, which a merged shape would prevent; merging a sharded
+  length would also gather it.
 
-  With a bias or an adapter the sum is computed in fp32. Rounding the product
-  before it would put Qwen's and Llama's bf16 logits up to half as far again
-  from transformers'. On CPUs every product is (`ops.products`).
+  With a bias or an adapter the sum is computed in fp32: rounding the product
+  first would move the bf16 logits of Qwen and Llama up to half as far again
+  from transformers. On CPUs every product is fp32 (`ops.products`).
 
   Args:
     x: states; the dimensions after the first two are contracted.
-    kernel: [*I, *J], an array or a kernel of `ops.kernel_forms`; None, or
-      an adapter of None, with `product`.
+    kernel: [*I, *J], an array or a kernel of `ops.kernel_forms`; None, or an
+      adapter of None, with `product`.
     bias: added to the product; None for none.
     axes: logical axes of the kernel.
-    product: the product, where `project_all` has computed it.
+    product: the product, if already computed by `project_all`.
 
   Returns:
     The projected states in the dtype of `x`.
@@ -322,16 +317,16 @@ def project_all(
   params: Mapping[str, Any],
   axes: Mapping[str, Sequence[str]],
 ) -> list[jax.Array]:
-  """Projects states by several kernels and adds their biases; see `project`.
+  """Projects states with several kernels and adds their biases; see `project`.
 
   Args:
     x: states.
-    params: kernels by name, or those of `merge` by their joined names, and
-      adapters beside them; biases as 'NAME_bias'.
-    axes: logical axes of each kernel [*I, *J] by its name.
+    params: kernels by name, or merged kernels by joined name, with their
+      adapters; biases as 'NAME_bias'.
+    axes: logical axes of each kernel [*I, *J], by name.
 
   Returns:
-    The projected states [B, L, *J] by each kernel.
+    The projected states [B, L, *J] of each kernel.
   """
   merged, computed = '_'.join(axes), [None] * len(axes)
   if merged in MERGED and merged in params:
@@ -355,11 +350,11 @@ def project_all(
 
 
 def merge(name: str, kernels: Sequence[Any], groups: int) -> Any:
-  """Makes a kernel of several that multiply the same states.
+  """Merges kernels that multiply the same states.
 
-  Groups of outputs follow each other, each with its part of every kernel: if
-  groups are sharded, a device has the parts of its heads and features, and
-  `project_all` cuts the product without exchanging any.
+  Groups of outputs are consecutive, each with its part of every kernel: with
+  sharded groups a device has the parts of its heads and features, and
+  `project_all` splits the product without communication.
 
   Args:
     name: key of `MERGED`.
@@ -379,7 +374,7 @@ def merge(name: str, kernels: Sequence[Any], groups: int) -> Any:
     inputs, *outputs = MERGED[name]
     # A TPU would copy a matrix with dimensions as small as the number of parts.
     y = y.reshape(rows, -1) if len(outputs) == 1 else y
-    # A scale has no inputs.
+    # Scales have no inputs.
     return partition.shard(y, inputs if rows > 1 else None, *outputs)
 
   return jax.tree.map(join, *kernels)
@@ -417,9 +412,9 @@ def _multiply(
 
 
 class MLP(nn.Module):
-  """Feed-forward, F wide: down(activation(gate(x)) * up(x)).
+  """Feed-forward of width F: down(activation(gate(x)) * up(x)).
 
-  Without a gate down(activation(up(x))).
+  Without a gate: down(activation(up(x))).
   """
 
   config: model_config.StackConfig

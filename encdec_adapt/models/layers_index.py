@@ -1,12 +1,11 @@
 """Maps layer numbers to paths in the parameter tree.
 
-The only module that depends on how layers are stored, for which it imports the
-config of a stack and no modules of layers.
+The only module that depends on the storage of layers.
 
-A stack of `layers` layers is `repeats` times its pattern, stacked leaf by
-leaf along a leading axis under 'blocks', and a tail of layers with separate
-leaves under 'tail'. Dense layers before layers with experts have separate
-leaves too, under 'lead'.
+A stack of `layers` layers repeats its pattern `repeats` times, stacked leaf by
+leaf along a leading axis under 'blocks', and has a tail of layers with separate
+leaves under 'tail'. Dense layers before layers with experts also have separate
+leaves, under 'lead'.
 """
 
 from collections.abc import Callable, Mapping
@@ -34,8 +33,7 @@ def layer_location(
 
   Returns:
     The prefix of its leaves' paths ('lead/layer_j', 'blocks/layer_j' or
-    'tail/layer_j'), and the index along their leading axis, None where they
-    have none.
+    'tail/layer_j'), and the index along their leading axis; None without it.
   """
   if i < len(stack.lead):
     return f'{_LEAD}/layer_{i}', None
@@ -73,12 +71,12 @@ def map_blocks(
   Args:
     stack: the stack's shape.
     fn: called with the prefix of the leaves and the length of their leading
-      axis, None where they have none.
+      axis; None without it.
   """
   sizes: dict[str, int | None] = {}
   for i in range(stack.layers):
     prefix, index = layer_location(stack, i)
-    # Layers come in order, so that the last index of a block is the largest.
+    # Layers are in order: the last index of a block is the largest.
     sizes[prefix] = None if index is None else index + 1
   tree: dict[str, dict[str, Any]] = {}
   for prefix, size in sizes.items():
@@ -103,7 +101,7 @@ def unroll(stack: model_config.StackConfig) -> model_config.StackConfig:
 def unroll_params(
   stack: model_config.StackConfig, params: Tree
 ) -> dict[str, Any]:
-  """Returns a stack's parameters as those of `unroll(stack)`."""
+  """Converts a stack's parameters to those of `unroll(stack)`."""
   unrolled = {
     name: tree
     for name, tree in params.items()

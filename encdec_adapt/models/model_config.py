@@ -1,7 +1,7 @@
-"""Shapes of models as frozen dataclasses: data only, no arrays.
+"""Shapes of models as frozen dataclasses, without arrays.
 
-A decoder-only model is a single stack, an encoder-decoder two stacks that may
-differ in every field. Imports no modules of layers, which read these configs.
+A decoder-only model is a single stack; an encoder-decoder has two stacks, which
+may differ in every field.
 """
 
 import dataclasses
@@ -18,9 +18,9 @@ LayerKind = Literal['local', 'global']
 
 EOI_TOKEN = 256000  # The end of an image in Gemma 3's vocabulary.
 
-# Keys that mean something only with rotary positions.
+# Keys in force only with rotary positions.
 _OF_ROTARY = ('rope_theta', 'rope_scaling', 'local_rope_theta')
-# Keys that mean something only in a stack with experts.
+# Keys in force only in a stack with experts.
 _OF_EXPERTS = (
   'experts_per_token',
   'expert_mlp_width',
@@ -35,27 +35,27 @@ _OF_EXPERTS = (
 class StackConfig:
   """A transformer stack; the defaults are a small Gemma 2.
 
-  The fields made by `keys.key` are the configuration keys of
-  `config.model.encoder` and `config.model.decoder`. The others follow from
-  the model that the stack is part of:
+  Fields made by `keys.key` are the configuration keys of
+  `config.model.encoder` and `config.model.decoder`. The other fields follow
+  from the model of the stack:
 
   Attributes:
-    vocab_multiple: the embedding table is padded to a multiple of this many
-      rows, so that it divides over a mesh. Padding rows are masked in every
-      loss and stripped on export.
+    vocab_multiple: the embedding table is padded to a multiple of this number
+      of rows, to divide over a mesh. Padding rows are masked in every loss and
+      stripped on export.
     role: 'causal', 'prefix' (bidirectional over the inputs, then causal) or
       'bidirectional' self-attention.
-    cross_width: encoder width that cross-attention reads, or None for a
-      stack without cross-attention.
+    cross_width: encoder width for cross-attention; None for a stack without
+      cross-attention.
     cross_merged: a single attention over the decoder's and the encoder's
       keys, with the same projections (T5Gemma 2), instead of two.
     cross_layers: which layers read the encoder, 'all' or 'global'.
     window_rule: bidirectional local window, 'exclusive' |q-k| < W (the
       authors' code), 'inclusive' |q-k| <= W (transformers 5.23 eager) or
       'centered', W keys around the query (T5Gemma 2).
-    eoi_token: token with a separate embedding that is not scaled (T5Gemma 2's
-      end of image), or None.
-    head: what the states are read for; `heads.Head()` in an encoder.
+    eoi_token: token with a separate, unscaled embedding (T5Gemma 2's end of
+      image), or None.
+    head: output head; `heads.Head()` in an encoder.
   """
 
   # `presets` gives the first six fields by position.
@@ -262,7 +262,7 @@ class StackConfig:
 
   @property
   def relative(self) -> relative_bias.Positions | None:
-    """The buckets of a relative position bias, None for rotary positions."""
+    """Buckets of a relative position bias; None for rotary positions."""
     return None if self.positions.kind == 'rotary' else self.positions
 
   @property
@@ -272,14 +272,14 @@ class StackConfig:
 
   @property
   def cycle(self) -> tuple[LayerKind, ...]:
-    """The pattern as the layers after `lead` repeat it."""
+    """The repeated pattern of the layers after `lead`."""
     # The kinds of layers count from layer 0, with or without leading ones.
     start = self.dense_layers % len(self.pattern)
     return self.pattern[start:] + self.pattern[:start]
 
   @property
   def repeats(self) -> int:
-    """How often the whole pattern is repeated; these layers are scanned."""
+    """Number of repeats of the whole pattern, as scanned layers."""
     return (self.layers - self.dense_layers) // len(self.pattern)
 
   @property
@@ -294,7 +294,7 @@ class StackConfig:
 
   @property
   def table_rows(self) -> int:
-    """Rows V of the embedding table, padding included."""
+    """Rows V of the embedding table, including padding."""
     return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
   @property
@@ -303,11 +303,11 @@ class StackConfig:
     return self.head.outputs(self.vocab_size)
 
   def layer_kind(self, layer: int) -> LayerKind:
-    """Kind of layer number `layer`, from 0."""
+    """Returns the kind of layer number `layer`, from 0."""
     return self.pattern[layer % len(self.pattern)]
 
   def reads_encoder(self, kind: LayerKind) -> bool:
-    """Whether layers of this kind attend to the encoder."""
+    """Returns whether layers of this kind attend to the encoder."""
     return self.cross_width is not None and (
       self.cross_layers == 'all' or kind == 'global'
     )
@@ -317,10 +317,10 @@ class StackConfig:
 class DecoderOnlyConfig:
   """A single stack: a causal or prefix decoder, or an encoder-only model.
 
-  The three differ only in the role of the stack, so that each may start from
-  the weights of another. An encoder-only model is a bidirectional stack whose
-  head predicts masked tokens; other heads make classifiers, reward models and
-  embedding models of stacks.
+  The three differ only in the role of the stack, so each may start from the
+  weights of another. An encoder-only model is a bidirectional stack with a head
+  for masked tokens; other heads make a stack a classifier, a reward model or an
+  embedding model.
   """
 
   decoder: StackConfig
@@ -350,9 +350,9 @@ class EncoderDecoderConfig:
 
   Attributes:
     encoder: the encoder's stack.
-    decoder: the decoder's.
-    shared_table: the encoder reads the decoder's embedding table and has none
-      (T5Gemma 2).
+    decoder: the decoder's stack.
+    shared_table: whether the encoder has no embedding table and reads the
+      decoder's (T5Gemma 2).
   """
 
   encoder: StackConfig
@@ -403,12 +403,12 @@ def encoder_decoder(
   shared_table: bool = False,
   **cross: Any,
 ) -> EncoderDecoderConfig:
-  """Returns the encoder-decoder made of two decoder-only stacks.
+  """Makes an encoder-decoder from two decoder-only stacks.
 
   Args:
-    encoder: becomes the encoder; it has no head.
+    encoder: becomes the encoder, without a head.
     decoder: becomes the decoder.
-    causal_encoder: let the encoder attend causally.
+    causal_encoder: whether the encoder attends causally.
     shared_table: see `EncoderDecoderConfig`. By default the encoder keeps a
       separate table (T5Gemma ties the decoder's head only).
     **cross: `cross_merged` and `cross_layers` of the decoder.
@@ -433,9 +433,9 @@ def t5gemma2(
   eoi_token: int = EOI_TOKEN,
   **options: Any,
 ) -> EncoderDecoderConfig:
-  """Returns the T5Gemma 2 made of two Gemma 3 stacks (arXiv 2512.14856).
+  """Makes a T5Gemma 2 from two Gemma 3 stacks (arXiv 2512.14856).
 
-  Merged attention, a table for both stacks, a separate vector for the end of an
+  It has merged attention, a shared table, a separate vector for the end of an
   image, and W keys around the query in the encoder's local layers.
 
   Args:
@@ -466,7 +466,7 @@ def with_head(config: ModelConfig, head: heads_lib.Head) -> ModelConfig:
 
   Args:
     config: the model.
-    head: the head. That of a reward has no soft-cap.
+    head: the head; a reward has no soft-cap.
   """
   fields: dict[str, Any] = {'head': head}
   if isinstance(head, heads_lib.Reward):
@@ -476,30 +476,30 @@ def with_head(config: ModelConfig, head: heads_lib.Head) -> ModelConfig:
 
 
 def reward_model(config: ModelConfig) -> ModelConfig:
-  """Returns a model with a head of a reward."""
+  """Returns a model with a reward head."""
   return with_head(config, heads_lib.Reward().replaces(config.decoder.head))
 
 
 def prompt_model(
   config: ModelConfig, head: heads_lib.Head
 ) -> DecoderOnlyConfig:
-  """Returns the stack that reads prompts as a model with another head."""
+  """Returns the prompt-reading stack as a model with another head."""
   stack = config.prompt_reader
   role = stack.role
   if isinstance(head, heads_lib.Embedding) and role == 'prefix':
-    # A prompt is all prefix, which is read from both sides.
+    # All of a prompt is prefix, which is bidirectional.
     role = 'bidirectional'
   return DecoderOnlyConfig(dataclasses.replace(stack, role=role, head=head))
 
 
 def with_head_of(config: ModelConfig, target: ModelConfig) -> ModelConfig:
-  """Returns the part of a model that another starts from, with its head.
+  """Returns the part of a model that initialises a target, with its head.
 
   Args:
     config: the model.
-    target: the model that starts from it. A classifier, an embedding model and
-      an encoder-only model are the stack that reads prompts; all others have
-      every stack.
+    target: the initialised model. A classifier, an embedding model and an
+      encoder-only model start from the prompt-reading stack; others from all
+      stacks.
   """
   head = target.decoder.head
   if not target.architecture.is_encoder:
@@ -550,6 +550,6 @@ def differences(model: ModelConfig, reference: ModelConfig) -> list[str]:
   return [
     f'{name} is {value!r} and {expected.get(name)!r}'
     for name, value in ((name, values.get(name)) for name in names)
-    # Padding is the choice of a mesh, and stripped on export.
+    # Padding depends on the mesh, and is stripped on export.
     if value != expected.get(name) and not name.endswith('.vocab_multiple')
   ]

@@ -1,7 +1,7 @@
-"""The configuration section `model`: a model as keys, and back.
+"""The configuration section `model`: converts keys to a model, and back.
 
-Knows the keys of this section only; `encdec_adapt.config` checks them against
-those of other sections.
+Checks only the keys of this section; `encdec_adapt.config` checks them against
+other sections.
 """
 
 from collections.abc import Mapping
@@ -59,10 +59,11 @@ class HeadSection:
     keys.require_defaults(values, defaults, _HEAD, reason)
 
   def check(self, head: heads.Head) -> None:
-    """Checks that loss and objective of a job give its model this head.
+    """Checks that loss and objective lead to this head.
 
     Args:
-      head: head of the model. Tokens, the default, may have become another.
+      head: head of the model; loss and objective may replace the default,
+        tokens.
 
     Raises:
       UserError: an option differs.
@@ -79,7 +80,7 @@ class HeadSection:
         )
 
   def before_training(self) -> 'HeadSection':
-    """Returns the head to which loss and objective make their changes."""
+    """Returns the head before changes by loss and objective."""
     if self.kind in ('labels', 'reward'):
       return HeadSection(tied=self.tied)
     return dataclasses.replace(self, temperature=0.0)
@@ -92,13 +93,13 @@ class HeadSection:
 
   @property
   def head(self) -> heads.Head:
-    """The head that the section describes."""
+    """The head of the section."""
     options = {name: getattr(self, name) for name in _options(self.kind)}
     return heads.BY_KIND[self.kind](**options)
 
 
 def head_in_force(values: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns the keys of section `head` that its kind reads.
+  """Returns the keys of section `head` in force for its kind.
 
   Args:
     values: value of every key of the section.
@@ -167,7 +168,7 @@ class ModelSection:
 
 def defaults() -> dict[str, Any]:
   """Returns the default values of the section, stacks included."""
-  # A ConfigDict would make one section of a dictionary that both share.
+  # A ConfigDict would turn a dictionary shared by both stacks into one section.
   stacks = {
     side: keys.defaults(model_config.StackConfig)
     for side in ('encoder', 'decoder')
@@ -176,7 +177,7 @@ def defaults() -> dict[str, Any]:
 
 
 def model_from_section(values: Mapping[str, Any]) -> model_config.ModelConfig:
-  """Builds the model that a section describes.
+  """Builds the model of a section.
 
   Args:
     values: value of every key, with 'encoder' and 'decoder' as mappings.
@@ -230,9 +231,9 @@ def _stack(side: str, values: Mapping[str, Any], **fields: Any):
 
 
 def section_from_model(model: model_config.ModelConfig) -> dict[str, Any]:
-  """Returns the values of the section's keys that describe a model.
+  """Returns the values of the section's keys for a model.
 
-  A decoder-only model leaves the encoder's keys out.
+  A decoder-only model has no keys of the encoder.
   """
   decoder = model.stacks['decoder']
   pair = model.architecture.encodes_prompt

@@ -1,8 +1,7 @@
 """Initialisation, and the table of every parameter's shape and axes.
 
-The table comes from an abstract initialisation, without allocating; sharding,
-checkpoints, adaptation and exchange formats are derived from it. This module
-imports none of them.
+The table comes from an abstract initialisation, without allocating. Sharding,
+checkpoints, adaptation and exchange formats are derived from it.
 """
 
 import collections
@@ -32,11 +31,8 @@ class ParamInfo:
 
   @property
   def inputs(self) -> tuple[int, ...]:
-    """Dimensions that products with a kernel sum over.
-
-    Empty for norms, biases and routers, which are not kernels.
-    """
-    # Axes that count kernels are neither inputs nor outputs.
+    """Contracted dimensions of a kernel; () for norms, biases and routers."""
+    # Axes over separate kernels are neither inputs nor outputs.
     stacked = ('layers', 'experts')
     dims = [i for i, name in enumerate(self.axes) if name not in stacked]
     names = [self.axes[i] for i in dims]
@@ -59,7 +55,7 @@ class StackCount:
 
   Attributes:
     embeddings: parameters of the embedding table and of single-token vectors.
-    head: parameters of the head, 0 where it is tied.
+    head: parameters of the head; 0 if tied.
     cross: parameters of cross-attention and its norms.
     other: all other parameters.
   """
@@ -83,7 +79,7 @@ def init(config: model_config.ModelConfig, rng: jax.Array) -> dict[str, Any]:
   params = {}
   for name, key in _stack_keys(config, rng).items():
     params[name] = _init_values(config.stacks[name], key)
-    # A stack always declares its table; a shared one is stored only once.
+    # A stack always declares its table; a shared table is stored only once.
     if not _has_table(config, name):
       del params[name]['embedder']
   return params
@@ -92,11 +88,11 @@ def init(config: model_config.ModelConfig, rng: jax.Array) -> dict[str, Any]:
 def init_one(
   config: model_config.ModelConfig, rng: jax.Array, path: str
 ) -> jax.Array:
-  """Initialises an array as `init` does, without the others in memory.
+  """Initialises an array like `init`, without the others in memory.
 
   Args:
     config: the model.
-    rng: the key that `init` would get.
+    rng: the key of `init`.
     path: path of the array in `parameter_table`.
   """
   name, *keys = path.split('/')
@@ -111,8 +107,8 @@ def init_one(
   return draw(rng)
 
 
-# Cached, as are the tables of stacks: a table comes from tracing the model, and
-# sharding, checkpoints and reports each ask for it.
+# Cached, like the tables of stacks: a table needs a trace of the model, and
+# sharding, checkpoints and reports each need the table.
 @functools.cache
 def parameter_table(
   config: model_config.ModelConfig,
@@ -131,16 +127,16 @@ def parameter_table(
 def paths_in(
   source: model_config.ModelConfig, model: model_config.ModelConfig
 ) -> dict[str, str]:
-  """Returns where a model that holds another one has its parameters.
+  """Maps parameters of a part of a model to their paths in the model.
 
   Args:
-    source: the larger model.
-    model: the source itself, or its stack that reads prompts
+    source: the whole model.
+    model: the source itself, or its prompt-reading stack
       (`model_config.prompt_model`); either may have another head.
 
   Returns:
-    Path of each parameter of `model` -> its path in `source`. Parameters of a
-    head that the source lacks are left out.
+    Path of each parameter of `model` -> its path in `source`, without
+    parameters of a head missing in the source.
   """
   side = 'decoder'
   if not model.architecture.encodes_prompt:
@@ -152,7 +148,7 @@ def paths_in(
     part, name = path.split('/')[1], path.replace('decoder', side, 1)
     if part in fresh and heads[0] != heads[1]:
       continue
-    # A table that both stacks share is stored with the decoder.
+    # A shared table is stored with the decoder.
     if part == 'embedder' and name not in table:
       name = path
     if name in table:
@@ -178,12 +174,12 @@ def padding(config: model_config.ModelConfig) -> dict[str, int]:
 
 
 def count_active(config: model_config.ModelConfig) -> int:
-  """Counts the parameters used per token: all but its unchosen experts."""
+  """Counts the parameters used per token: all except unchosen experts."""
   idle = 0
   for path, info in parameter_table(config).items():
     if 'experts' in info.axes:
       stack_config = config.stacks[path.split('/')[0]]
-      # The array has the kernels of all experts, of which a token takes some.
+      # The array has the kernels of all experts.
       size = math.prod(info.shape) // stack_config.experts
       idle += size * (stack_config.experts - stack_config.experts_per_token)
   return count(config) - idle
@@ -231,7 +227,7 @@ def _init_values(
 def _init_stack(
   config: model_config.StackConfig, rng: jax.Array
 ) -> dict[str, Any]:
-  # No parameter depends on the length, so that a token suffices.
+  # No parameter depends on the length, so one token suffices.
   ids = jnp.zeros((1, 1), jnp.int32)
   encoded = encoder_segments = None
   if config.cross_width is not None:

@@ -3,11 +3,8 @@
 Gemma 2 (Gemma Team 2024) and T5Gemma (Zhang et al. 2025), Gemma 3 and
 T5Gemma 2 (arXiv 2512.14856): sizes as in google-deepmind/gemma; Llama 3 and
 Qwen: as in google/tunix and AI-Hypercomputer/maxtext; T5 and its kin: as in
-google-research/t5x. Of Gemma 2, window,
-soft-caps, theta and epsilon are `StackConfig`'s defaults, which are theirs.
-
-Shapes only: names and files of checkpoints are `huggingface`'s, which this
-module does not import.
+google-research/t5x. `StackConfig`'s defaults are Gemma 2's window, soft-caps,
+theta and epsilon. Names and files of checkpoints are in `huggingface`.
 """
 
 from collections.abc import Mapping
@@ -43,7 +40,7 @@ def _gemma3(*sizes, **fields):
     vocab_size=262144,
     pattern=('local',) * 5 + ('global',),
     window=512,
-    # Norms of queries and keys took the place of soft-caps.
+    # Norms of queries and keys replace soft-caps.
     attention_softcap=None,
     final_softcap=None,
     qk_norm=True,
@@ -55,7 +52,7 @@ def _gemma3(*sizes, **fields):
 
 
 def _plain(*sizes, **fields):
-  """Returns a stack with norms only before attention and feed-forward."""
+  """Returns a stack with pre-norms only."""
   plain = dict(
     pattern=('global',),
     attention_softcap=None,
@@ -220,7 +217,7 @@ T5: Mapping[str, configs.EncoderDecoderConfig] = types.MappingProxyType(
 
 
 def t5(size: str, **changes: Any) -> configs.EncoderDecoderConfig:
-  """Returns the encoder-decoder of a size of T5 or its kin, such as mt5_base.
+  """Returns the encoder-decoder of a size of T5 or a variant, such as mt5_base.
 
   Args:
     size: a key of `T5`.
@@ -252,12 +249,12 @@ def stack(size: str, **changes: Any) -> configs.StackConfig:
 
 
 def decoder_only(size: str, **changes: Any) -> configs.DecoderOnlyConfig:
-  """Returns a decoder of a size; `changes` are made to its stack."""
+  """Returns a decoder of a size, with changed fields of its stack."""
   return configs.DecoderOnlyConfig(stack(size, **changes))
 
 
 def t5gemma(pair: str, **changes: Any) -> configs.EncoderDecoderConfig:
-  """Returns the T5Gemma of two Gemma 2 sizes, such as '9b_2b'.
+  """Returns the T5Gemma with two Gemma 2 sizes, such as '9b_2b'.
 
   Args:
     pair: names of two sizes joined by '_', the encoder's first.
@@ -270,11 +267,11 @@ def t5gemma(pair: str, **changes: Any) -> configs.EncoderDecoderConfig:
 
 
 def with_paper_widths(model: configs.ModelConfig) -> configs.ModelConfig:
-  """Returns the model as the T5Gemma paper counts its FLOPs and parameters.
+  """Returns the model with the widths of the T5Gemma paper.
 
-  Of S to XL the d_ffn of its table counts both branches of the gated
-  feed-forward, where each branch of the released models is as wide. Other
-  stacks stay as they are.
+  The paper counts FLOPs and parameters of S to XL with a d_ffn over both
+  branches of the gated feed-forward; in the released models each branch has
+  that width. Other stacks do not change.
   """
   shape = operator.attrgetter('layers', 'width', 'mlp_width', 'heads')
   sizes = {shape(STACKS[size]) for size in ('s', 'b', 'l', 'xl')}

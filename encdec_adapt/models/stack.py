@@ -1,7 +1,4 @@
-"""A stack: embedding, leading layers, the scanned pattern, a tail, a norm.
-
-Imports no models (`base_model`), which apply stacks.
-"""
+"""A stack: embedding, leading layers, the scanned pattern, a tail, a norm."""
 
 import functools
 from typing import Any
@@ -26,7 +23,7 @@ Tokens = Int[Array, 'B L']
 
 
 class _Group(nn.Module):
-  """Consecutive layers of these kinds, each rematerialised separately."""
+  """Consecutive layers, each rematerialised separately."""
 
   config: model_config.StackConfig
   compute: execution.ComputeConfig
@@ -82,21 +79,21 @@ class Stack(nn.Module):
     Args:
       tokens: token ids.
       segments: segment of each token, from 1; 0 is padding.
-      positions: position of each token within its segment; without a cache
-        they rise by one from token to token (`MaskSpec.aligned`).
+      positions: position of each token within its segment; without a cache,
+        positions rise by one from token to token (`MaskSpec.aligned`).
       encoded: for a stack with cross-attention, the encoder's output.
       encoder_segments: segments of the encoder's tokens.
-      cached: cache of earlier tokens and of the encoder's, to which this
-        call's token of each row is added, at the row's index.
-      prefix: for a prefix decoder, 1 at tokens that all of their segment see;
-        None where there are none.
-      dropout: rate of dropout of the embeddings and of each layer's updates;
-        above 0 it needs the random stream 'dropout'.
+      cached: cache of earlier tokens and of the encoder's; the token of each
+        row is added at the row's index.
+      prefix: for a prefix decoder, 1 at tokens visible to their whole segment;
+        None without such tokens.
+      dropout: dropout rate of the embeddings and of each layer's updates; above
+        0 it needs the random stream 'dropout'.
       collect: whether to return keys and values without a cache.
 
     Returns:
-      The states after the final norm, and the cache; without a cache, keys and
-      values by layer, [B, L, K, H], if they are collected.
+      The states after the final norm, and the cache; without a cache, the
+      collected keys and values by layer, [B, L, K, H], if any.
     """
     cfg, copies = self.config, 1
     if cached is not None:
@@ -176,7 +173,7 @@ class Stack(nn.Module):
       unroll = min(compute.scan_unroll, cfg.repeats)
       scanned = nn.scan(
         _Group,
-        # Router losses are stacked by repeat, as parameters are.
+        # Router losses are stacked by repeat, like parameters.
         variable_axes={'params': 0, expert_layer.COLLECTION: 0},
         # Without a split all repeats would get the same initial weights and
         # dropout masks.
@@ -255,7 +252,7 @@ def _self_mask(
     positions,
     window=config.window if kind == 'local' else None,
     keys=keys,
-    # A ring's slots are not in the order of positions.
+    # Slots of a ring are not in the order of positions.
     aligned=cached is None,
   )
   if config.cross_merged and config.reads_encoder(kind):

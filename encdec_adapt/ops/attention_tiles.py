@@ -113,7 +113,7 @@ class Tiling:
     work = self.work(spec)
     rows, per_query, per_key = work.shape
     pairs = per_query * per_key
-    # Keep all rows together: a turn slices its pair's arrays, and copies no row.
+    # Keep all rows together: a turn then slices its pair, and copies no row.
     blocks, tiles = jax.tree.map(
       lambda x: x.reshape(-1, *x.shape[2:]),
       (

@@ -1,8 +1,8 @@
-"""Torch code that an export in our layout carries for `transformers`.
+"""Torch code for `transformers`, part of an export in our layout.
 
-`modeling_encdec_adapt.py` computes a pair of any families by its config.json;
-nothing here imports it, and it imports nothing of the package. This module
-holds names and file contents only.
+`modeling_encdec_adapt.py` computes a pair of any families from its config.json.
+Nothing here imports it, and it imports nothing of the package: this module has
+only names and file contents.
 """
 
 import pathlib
@@ -13,7 +13,7 @@ from encdec_adapt.models import heads, model_config
 _CONFIGURATION = 'configuration_encdec_adapt'
 _MODELING = 'modeling_encdec_adapt'
 ARCHITECTURE = 'EncDecAdaptForConditionalGeneration'
-# Fields of config.json by which `transformers` finds the code.
+# Fields of config.json for `transformers` to find the code.
 FIELDS = {
   'architectures': [ARCHITECTURE],
   'auto_map': {
@@ -43,12 +43,12 @@ def _kinds(model: model_config.ModelConfig) -> tuple[str, str]:
 
 
 def fields(model: model_config.ModelConfig) -> dict[str, Any]:
-  """Returns fields of config.json by which `transformers` finds the code."""
+  """Returns the fields of config.json for `transformers` to find the code."""
   return _CODE[_kinds(model)]
 
 
 def problem(model: model_config.ModelConfig) -> str:
-  """Returns why the code cannot compute a model, '' if it can."""
+  """Returns why the code does not support a model; '' if it does."""
   if _kinds(model) not in _CODE:
     kind, head = _kinds(model)
     return (
