@@ -70,9 +70,10 @@ def export_adapters(
   with new_folder.new_folder(values.output) as draft:
     for file, content in files.items():
       (draft / file).write_bytes(content)
-  head, labels = stored.model.decoder.head, stored.model.decoder.outputs
-  has_labels = labels and not head.predicts_tokens
-  opened = f' (as a classifier of num_labels={labels})' if has_labels else ''
+  head, outputs = stored.model.decoder.head, stored.model.decoder.outputs
+  opened = (
+    f' (as a classifier of num_labels={outputs})' if head.classifies else ''
+  )
   print(
     f'{values.output}: adapters; PEFT loads them over an export of {base}'
     f'{opened}'

@@ -23,13 +23,6 @@ from encdec_adapt.models import layer_leaves, model_config
 
 CONFIG, WEIGHTS = 'adapter_config.json', 'adapter_model.safetensors'
 _PREFIX = 'base_model.model.'
-# Kind of head -> `task_type`.
-_TASKS = {
-  'tokens': 'CAUSAL_LM',
-  'labels': 'SEQ_CLS',
-  'reward': 'SEQ_CLS',
-  'embedding': 'CAUSAL_LM',
-}
 _SUFFIXES = {
   '.lora_A.weight': adapters_lib.A,
   '.lora_B.weight': adapters_lib.B,
@@ -90,8 +83,9 @@ def files(
     tensors[_PREFIX + name] = np.ascontiguousarray(slot.to_theirs(ours))
     module = name.rpartition('.')[0].removesuffix('.lora_A')
     modules[slot.path in adapters.full].add(module.removesuffix('.lora_B'))
-  task = _TASKS[adapters.model.decoder.head.kind]
-  if adapters.model.architecture.encodes_prompt:
+  model = adapters.model
+  task = 'SEQ_CLS' if model.decoder.head.classifies else 'CAUSAL_LM'
+  if model.architecture.encodes_prompt:
     task = 'SEQ_2_SEQ_LM'
   config = {
     'peft_type': 'LORA',

@@ -423,8 +423,7 @@ def _weights(
   elif part == 'relative_bias':
     name = layout.bias and f'{layout.stacks[stack]}{layout.bias}'
   elif part == 'head':
-    plain = config.stacks[stack].head.predicts_tokens
-    name = layout.head if plain else _SCORE
+    name = _SCORE if config.stacks[stack].head.classifies else layout.head
   elif stack in layout.embedder:
     theirs = 'eoi_embedding' if inner == ['eoi'] else 'weight'
     name = f'{layout.embedder[stack]}{theirs}'

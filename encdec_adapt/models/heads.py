@@ -36,6 +36,7 @@ class Head:
     fresh: modules that no other head's parameters fill; training starts them
       anew.
     predicts_tokens: whether its outputs are tokens.
+    classifies: whether it is the head of a sequence classifier elsewhere.
     models: values of `config.model.kind` that may have it.
   """
 
@@ -43,6 +44,7 @@ class Head:
   module: ClassVar[str] = ''
   fresh: ClassVar[tuple[str, ...]] = ()
   predicts_tokens: ClassVar[bool] = False
+  classifies: ClassVar[bool] = False
   models: ClassVar[tuple[str, ...]] = ()
 
   @property
@@ -108,6 +110,7 @@ class Labels(Head):
   """Logits of the labels of a classifier."""
 
   kind: str = dataclasses.field(default='labels', init=False)
+  classifies: ClassVar[bool] = True
   module: ClassVar[str] = 'head'
   fresh: ClassVar[tuple[str, ...]] = ('head',)
   models: ClassVar[tuple[str, ...]] = ('decoder_only', 'encoder_only')
@@ -141,6 +144,7 @@ class Reward(Head):
   """
 
   kind: str = dataclasses.field(default='reward', init=False)
+  classifies: ClassVar[bool] = True
   module: ClassVar[str] = 'head'
   fresh: ClassVar[tuple[str, ...]] = ('head',)
   models: ClassVar[tuple[str, ...]] = tuple(
