@@ -18,16 +18,13 @@ from encdec_adapt.checkpoints import step_folders
 from encdec_adapt.cli import command
 from encdec_adapt.files import lazy_array
 from encdec_adapt.huggingface import new_folder
-from encdec_adapt.models import model_config, parameters
+from encdec_adapt.models import model_config
 from encdec_adapt.stored import (
   model_on_disk,
   pretrained_files,
   source_vocabularies,
   work_directory,
 )
-
-# Unrelated models differ in every parameter: a few show the reason.
-_DIFFERENCES_SHOWN = 5
 
 _Stored = model_on_disk.StoredModel
 
@@ -121,22 +118,10 @@ def _require_same_model(first: _Stored, model: _Stored) -> None:
   if not differences and model.model != first.model:
     differences = ['their tables are padded to other multiples']
   if differences:
-    ours, theirs = (
-      {path: [*info.shape] for path, info in table.items()}
-      for table in map(parameters.parameter_table, (first.model, model.model))
-    )
-    shapes = [
-      f'{path} is {ours.get(path, "absent")} and {theirs.get(path, "absent")}'
-      for path in dict.fromkeys([*ours, *theirs])
-      if ours.get(path) != theirs.get(path)
-    ]
-    if len(shapes) > _DIFFERENCES_SHOWN:
-      more = f'{len(shapes) - _DIFFERENCES_SHOWN} more parameters'
-      shapes = [*shapes[:_DIFFERENCES_SHOWN], more]
     raise errors.UserError(
       f'{first.path} and {model.path} differ in shape:'
-      f' {"; ".join([*differences, *shapes])}. Only models of one config can be'
-      ' merged; `convert adapt` makes pairs of decoders.'
+      f' {"; ".join(differences)}. Only models of one config can be merged;'
+      ' `convert adapt` makes pairs of decoders.'
     )
   # The tokens of a model without a tokenizer are unknown.
   if first.vocabularies and model.vocabularies:
