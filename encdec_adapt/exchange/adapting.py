@@ -7,6 +7,7 @@ format.
 """
 
 from collections.abc import Callable
+import functools
 from typing import Any
 
 from absl import flags
@@ -183,8 +184,7 @@ def _arrays(
 def _lazy(
   info: parameters.ParamInfo, make: Callable[..., Any], *args: Any
 ) -> lazy_array.LazyArray:
-  dtype = np.dtype(info.dtype)
-  # Always computed in full, as checkpoints are written in full arrays.
-  return lazy_array.LazyArray(
-    tuple(info.shape), dtype, lambda index: np.asarray(make(*args))[index]
+  # Checkpoints are written in full arrays.
+  return lazy_array.LazyArray.in_full(
+    tuple(info.shape), info.dtype, functools.partial(make, *args)
   )

@@ -6,6 +6,7 @@ This module must not import jax: lazy arrays may be larger than a device.
 from collections.abc import Callable
 import dataclasses
 import math
+from typing import Any
 
 import numpy as np
 
@@ -23,6 +24,24 @@ class LazyArray:
   shape: tuple[int, ...]
   dtype: np.dtype
   read_part: Callable[[tuple[slice, ...]], np.ndarray]
+
+  @classmethod
+  def in_full(
+    cls, shape: tuple[int, ...], dtype: Any, make: Callable[[], Any]
+  ) -> 'LazyArray':
+    """Returns an array that is computed in full, even if a slice is read.
+
+    Args:
+      shape: shape of the array.
+      dtype: dtype of the array.
+      make: returns the array, or an array-like that NumPy converts.
+    """
+
+    def read(index: tuple[slice, ...]) -> np.ndarray:
+      # With an ellipsis, a scalar stays an array.
+      return np.asarray(make())[(*index, ...)]
+
+    return cls(shape, np.dtype(dtype), read)
 
   @property
   def size(self) -> int:

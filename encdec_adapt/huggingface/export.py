@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from encdec_adapt.files import paths
+from encdec_adapt.files import lazy_array, paths
 from encdec_adapt.huggingface import (
   config_json,
   new_folder,
@@ -68,13 +68,13 @@ def write(
   raw = config_json.with_fields(raw, fields or {}) | dict(framing or {})
   plans = _plan(config, layout, params, dtype)
   # Without the vision part, which keeps its stored dtypes.
-  common = folder_lib.common_dtype(plan.dtype for plan in plans)
+  common = folder_lib.common_dtype(plan.dtype for plan in plans.values())
   files = dict(files or {})
   if native and not torch_export.problem(config):
     files |= torch_export.files()
   if vision is not None:
     raw = vision_lib.with_vision(raw, vision)
-    plans += vision.planned(layout.stacks.get('encoder', ''))
+    plans |= vision.arrays(layout.stacks.get('encoder', ''))
     files = {**vision.processors, **files}
   folder = paths.at(folder)
   with new_folder.new_folder(folder) as draft:
@@ -98,10 +98,10 @@ def _plan(
   layout: weights.Layout,
   params: Mapping[str, Any],
   dtype: np.dtype | None,
-) -> list[tensor_writer.PlannedTensor]:
+) -> dict[str, lazy_array.LazyArray]:
   leaves = layer_leaves.leaves_of(config)
 
-  def plan(weight: weights.Weight) -> tensor_writer.PlannedTensor:
+  def plan(weight: weights.Weight) -> lazy_array.LazyArray:
     leaf = leaves[weight.leaf]
     stored = params[leaf.path]
     tensor_dtype = np.dtype(dtype or stored.dtype)
@@ -119,9 +119,7 @@ def _plan(
       )
       return tensor
 
-    return tensor_writer.PlannedTensor(
-      weight.name, weight.their_shape, tensor_dtype, make
-    )
+    return lazy_array.LazyArray.in_full(weight.their_shape, tensor_dtype, make)
 
   # By path: `params` may stack layers in one array, and a checkpoint caches
   # only the last array read. Another order would read it once per layer.
@@ -129,4 +127,4 @@ def _plan(
     weights.weights(config, layout).values(),
     key=lambda weight: leaves[weight.leaf].path,
   )
-  return [plan(weight) for weight in order]
+  return {weight.name: plan(weight) for weight in order}

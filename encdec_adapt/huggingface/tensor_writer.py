@@ -4,9 +4,7 @@ The `safetensors` package needs all arrays of a file at once, so host memory is
 bounded by the size of a shard.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-import dataclasses
-import math
+from collections.abc import Callable, Mapping
 import os
 import pathlib
 
@@ -15,38 +13,16 @@ import safetensors
 from safetensors import numpy as safetensors_numpy
 
 from encdec_adapt.base import errors
-from encdec_adapt.files import atomic, disk, paths
+from encdec_adapt.files import atomic, disk, lazy_array, paths
 from encdec_adapt.huggingface import tensor_folder, transposed_copy
 
 SHARD_BYTES = 2 << 30  # Bounds host memory, and $TMPDIR with a bucket.
 _PYTORCH = {'format': 'pt'}  # transformers refuses a file without it.
 
 
-@dataclasses.dataclass(frozen=True)
-class PlannedTensor:
-  """A tensor to be written.
-
-  Attributes:
-    name: tensor name.
-    shape: () for a scalar.
-    dtype: stored dtype, supported by `tensor_folder`.
-    make: returns the array in this shape and dtype; called once.
-  """
-
-  name: str
-  shape: tuple[int, ...]
-  dtype: np.dtype
-  make: Callable[[], np.ndarray]
-
-  @property
-  def nbytes(self) -> int:
-    """Size of the data in bytes."""
-    return math.prod(self.shape) * np.dtype(self.dtype).itemsize
-
-
 def write_tensors(
   folder: str | os.PathLike[str],
-  tensors: Iterable[PlannedTensor],
+  tensors: Mapping[str, lazy_array.LazyArray],
   *,
   bucket: paths.Path | None = None,
   on_progress: Callable[[int, int], None] = lambda nbytes, total: None,
@@ -54,48 +30,51 @@ def write_tensors(
   """Writes tensors into a folder in the layout of `transformers`.
 
   Writes a single file, or an index and shards of at most `SHARD_BYTES` or one
-  larger tensor. Makes arrays and fills shards in the order of `tensors`. Call
+  larger tensor. Reads arrays and fills shards in the order of `tensors`. Call
   it inside `new_folder.new_folder`, since a failure leaves files behind.
 
   Args:
     folder: local folder without safetensors.
-    tensors: tensors with distinct names.
+    tensors: name -> tensor, in a dtype supported by `tensor_folder`; each is
+      read once.
     bucket: folder in a bucket; finished shards are moved there, so that
       `folder` never holds two. None keeps all shards in `folder`.
-    on_progress: called with the bytes made so far and in total.
+    on_progress: called with the bytes read so far and in total.
 
   Raises:
     UserError: the disk has no room, or a file cannot be written.
   """
-  folder, plan = pathlib.Path(folder), list(tensors)
-  shards = _shards(plan)
-  sizes = [sum(item.nbytes for item in shard) for shard in shards.values()]
+  folder, shards = pathlib.Path(folder), _shards(tensors)
+  sizes = [sum(tensors[x].nbytes for x in names) for names in shards.values()]
   written, total = 0, sum(sizes)
   nbytes, remedy = (max(sizes), ' ($TMPDIR)') if bucket else (total, '')
   disk.require_space(folder, nbytes, label='the weights', remedy=remedy)
   on_progress(written, total)
-  for name, shard in shards.items():
+  for shard, names in shards.items():
     arrays = {}
-    for tensor in shard:
+    for name in names:
       # `save_file` writes an array's raw memory and ignores strides.
-      arrays[tensor.name] = transposed_copy.in_order(tensor.make())
-      written += tensor.nbytes
+      arrays[name] = transposed_copy.in_order(np.asarray(tensors[name]))
+      written += tensors[name].nbytes
       on_progress(written, total)
-    _save(folder / name, arrays, bucket)
+    _save(folder / shard, arrays, bucket)
   if len(shards) > 1:
-    files = {t.name: name for name, shard in shards.items() for t in shard}
+    files = {name: shard for shard, names in shards.items() for name in names}
     content = {'metadata': {'total_size': total}, 'weight_map': files}
     atomic.write_json(folder / tensor_folder.INDEX, content)
 
 
-def _shards(plan: Sequence[PlannedTensor]) -> dict[str, list[PlannedTensor]]:
-  groups: list[list[PlannedTensor]] = [[]]
+def _shards(
+  tensors: Mapping[str, lazy_array.LazyArray],
+) -> dict[str, list[str]]:
+  """Returns file name -> names of its tensors."""
+  groups: list[list[str]] = [[]]
   room = SHARD_BYTES
-  for tensor in plan:
+  for name, tensor in tensors.items():
     if groups[-1] and tensor.nbytes > room:
       groups.append([])
       room = SHARD_BYTES
-    groups[-1].append(tensor)
+    groups[-1].append(name)
     room -= tensor.nbytes
   # transformers looks for this file name, or else for the index.
   if len(groups) == 1:

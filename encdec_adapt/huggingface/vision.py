@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from encdec_adapt.base import errors
-from encdec_adapt.files import atomic, paths
+from encdec_adapt.files import atomic, lazy_array, paths
 from encdec_adapt.huggingface import families, tensor_folder, tensor_writer
 from encdec_adapt.models import model_config
 
@@ -64,21 +64,19 @@ class Vision:
     """Placeholder token id of image patches."""
     return self.fields.get('image_token_index', _IMAGE_TOKEN)
 
-  def planned(self, start: str = _START) -> list[tensor_writer.PlannedTensor]:
-    """Plans the tensors, unchanged, under T5Gemma 2 names.
+  def arrays(self, start: str = _START) -> dict[str, lazy_array.LazyArray]:
+    """Returns the tensors, unchanged, by T5Gemma 2 names.
 
     Args:
       start: prefix of the names; '' for an encoder alone.
     """
-    plans = []
+    arrays = {}
     for name, stored in self.names.items():
-      name = start + name.removeprefix(_START)
       info = self.tensors.tensors[stored]
-      make = functools.partial(self._read, stored)
-      plans.append(
-        tensor_writer.PlannedTensor(name, info.shape, info.dtype, make)
+      arrays[start + name.removeprefix(_START)] = lazy_array.LazyArray.in_full(
+        info.shape, info.dtype, functools.partial(self._read, stored)
       )
-    return plans
+    return arrays
 
   def require_fits(self, encoder: model_config.StackConfig) -> None:
     """Raises an error unless images are projected to the encoder's width.
@@ -156,7 +154,7 @@ def keep(part: Vision, folder: paths.Path) -> None:
     folder: target folder, with the config.json of the part now or later.
   """
   with paths.staged(folder / FOLDER) as target:
-    tensor_writer.write_tensors(target, part.planned())
+    tensor_writer.write_tensors(target, part.arrays())
   for name, path in part.processors.items():
     paths.copy(path, folder / name)
 

@@ -9,6 +9,7 @@ four times that on the disk, in `--folder`. `--peer` measures transformers too.
 """
 
 from collections.abc import Sequence
+import functools
 import json
 import pathlib
 import shutil
@@ -20,6 +21,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from encdec_adapt.files import lazy_array
 from encdec_adapt.huggingface import config_json, tensor_writer, weights
 from encdec_adapt.models import model_config, presets
 from tests.benchmarks import results
@@ -97,15 +99,13 @@ def make_folder(folder: pathlib.Path, model: model_config.ModelConfig) -> int:
   rng = np.random.default_rng(0)
   block = rng.normal(0, 0.02, 1 << 22).astype(ml_dtypes.bfloat16)
 
-  def plan(weight: weights.Weight) -> tensor_writer.PlannedTensor:
+  tensors = {}
+  for name, weight in weights.weights(model, layout).items():
     shape = weight.their_shape
-    return tensor_writer.PlannedTensor(
-      weight.name, shape, block.dtype, lambda: np.resize(block, shape)
-    )
-
-  plans = [plan(w) for w in weights.weights(model, layout).values()]
-  tensor_writer.write_tensors(folder, plans)
-  return sum(tensor.nbytes for tensor in plans)
+    make = functools.partial(np.resize, block, shape)
+    tensors[name] = lazy_array.LazyArray.in_full(shape, block.dtype, make)
+  tensor_writer.write_tensors(folder, tensors)
+  return sum(tensor.nbytes for tensor in tensors.values())
 
 
 def measure(prepare: str, work: str, *names: Any) -> tuple[float, float]:

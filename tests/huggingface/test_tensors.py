@@ -12,7 +12,7 @@ import safetensors
 from safetensors import numpy as safetensors_numpy
 
 from encdec_adapt.base import errors
-from encdec_adapt.files import paths
+from encdec_adapt.files import lazy_array, paths
 from encdec_adapt.huggingface import new_folder, tensor_folder, tensor_writer
 
 DTYPES = tensor_folder._DTYPES.values()
@@ -30,10 +30,10 @@ ARRAYS = {
 
 
 def plan(arrays):
-  return [
-    tensor_writer.PlannedTensor(name, a.shape, a.dtype, lambda a=a: a)
+  return {
+    name: lazy_array.LazyArray.in_full(a.shape, a.dtype, lambda a=a: a)
     for name, a in arrays.items()
-  ]
+  }
 
 
 def numbers(count, size=10):
@@ -104,15 +104,14 @@ def test_memory_grows_with_a_shard_and_not_with_the_model(
   count, size = 40, 1 << 18
   shard = 5 * 4 * size
   monkeypatch.setattr(tensor_writer, 'SHARD_BYTES', shard)
-  tensors = [
-    tensor_writer.PlannedTensor(
-      f't{i:02}',
+  tensors = {
+    f't{i:02}': lazy_array.LazyArray.in_full(
       (512, size // 512),
-      np.dtype(np.float32),
+      np.float32,
       lambda i=i: np.full((size // 512, 512), i, np.float32).T,
     )
     for i in range(count)
-  ]
+  }
   tracemalloc.start()
   try:
     tensor_writer.write_tensors(tmp_path, tensors)
@@ -147,9 +146,9 @@ def test_shards_for_a_bucket_are_staged_one_at_a_time(
 
 
 def test_files_that_cannot_be_written(tmp_path, monkeypatch):
-  huge = tensor_writer.PlannedTensor('h', (1 << 60,), np.int8, lambda: 0)
+  huge = lazy_array.LazyArray.in_full((1 << 60,), np.int8, lambda: 0)
   with pytest.raises(errors.UserError, match='free, but the weights need'):
-    tensor_writer.write_tensors(tmp_path, [huge])
+    tensor_writer.write_tensors(tmp_path, {'h': huge})
   assert os.listdir(tmp_path) == []
 
   def full(*_):
