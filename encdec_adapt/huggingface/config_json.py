@@ -168,7 +168,6 @@ def _raw_from_embedder(
       'matryoshka_dimensions': list(sizes),
     }
   raw = _raw_from_decoder(plain, family)
-  name = family.architecture.removesuffix('ForCausalLM')
   if stack.role != 'causal':
     # First distance outside the window; the class halves its field.
     window = stack.window + (stack.window_rule == 'inclusive')
@@ -181,8 +180,8 @@ def _raw_from_embedder(
       )
     raw['sliding_window'] = 2 * (int(window) - 1)
     raw['use_bidirectional_attention'] = True
-  name += ('Text' if name == 'Gemma3' else '') + 'Model'
-  return {**raw, 'architectures': [name], 'matryoshka_dimensions': list(sizes)}
+  raw['architectures'] = [f'{family.name}Model']
+  return {**raw, 'matryoshka_dimensions': list(sizes)}
 
 
 # By kind of head.
@@ -304,18 +303,19 @@ def _raw_from_pair(
   return raw
 
 
-def _paths(pair: Pair) -> dict[str, tuple[str, ...]]:
-  return {'encoder': pair.encoder_path, 'decoder': ('decoder',)}
-
-
-def _part(
-  raw: families.Raw, path: tuple[str, ...], file: str
-) -> dict[str, Any]:
-  for key in path:
-    raw = raw.get(key)
-    if not isinstance(raw, Mapping):
-      raise errors.UserError(f'{file} must have an object {".".join(path)!r}.')
-  return raw
+def _parts(
+  raw: families.Raw, pair: Pair, file: str = 'config.json'
+) -> dict[str, dict[str, Any]]:
+  """Returns the objects of the stacks."""
+  parts = {'encoder': raw, 'decoder': raw}
+  for name, path in (('encoder', pair.encoder_path), ('decoder', ('decoder',))):
+    for key in path:
+      parts[name] = parts[name].get(key)
+      if not isinstance(parts[name], Mapping):
+        raise errors.UserError(
+          f'{file} must have an object {".".join(path)!r}.'
+        )
+  return parts
 
 
 def carried_fields(raw: families.Raw) -> dict[str, dict[str, Any]]:
@@ -331,10 +331,7 @@ def carried_fields(raw: families.Raw) -> dict[str, dict[str, Any]]:
     names = (*TOKEN_IDS, *t5_json.CARRIED)
     return {'decoder': {x: raw[x] for x in names if raw.get(x) is not None}}
   if kind in PAIRS:
-    parts = {
-      name: {**raw, **_part(raw, path, 'config.json')}
-      for name, path in _paths(PAIRS[kind]).items()
-    }
+    parts = {k: {**raw, **v} for k, v in _parts(raw, PAIRS[kind]).items()}
   else:
     parts = {'decoder': {**raw, **raw.get('text_config', {})}}
   return {
@@ -373,8 +370,7 @@ def with_fields(
   # transformers reads ids for generation from the top level.
   top = {k: decoder_fields[k] for k in TOKEN_IDS if k in decoder_fields}
   raw = {**top, **copy.deepcopy(raw)}
-  for name, path in _paths(PAIRS[kind]).items():
-    part = _part(raw, path, 'config.json')
+  for name, part in _parts(raw, PAIRS[kind]).items():
     part |= {**fields.get(name, decoder_fields), **part}
   return raw
 
@@ -448,7 +444,7 @@ def _native_from_raw(
 def _pair_from_raw(
   raw: families.Raw, pair: Pair, file: str
 ) -> model_config.EncoderDecoderConfig:
-  parts = {name: _part(raw, path, file) for name, path in _paths(pair).items()}
+  parts = _parts(raw, pair, file)
   # transformers reads these at the top level and ignores them in the parts.
   shared = {'tie_word_embeddings': raw.get('tie_word_embeddings', True)}
   if pair.merged:

@@ -75,13 +75,16 @@ class Family:
   layer_types: Callable[[Raw], list[str]] = lambda raw: [_FULL]
 
   @property
+  def name(self) -> str:
+    """Prefix of its other transformers classes."""
+    name = self.architecture.removesuffix('ForCausalLM')
+    # Gemma 3's shorter name is of classes for images.
+    return 'Gemma3Text' if name == 'Gemma3' else name
+
+  @property
   def classifier(self) -> str:
     """transformers class for sequence classification."""
-    name = self.architecture.removesuffix('ForCausalLM')
-    # Gemma 3's shorter name is a class for images.
-    return (
-      f'{name}{"Text" if name == "Gemma3" else ""}ForSequenceClassification'
-    )
+    return f'{self.name}ForSequenceClassification'
 
   @property
   def defaults(self) -> Raw:

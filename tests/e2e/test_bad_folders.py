@@ -121,7 +121,7 @@ def test_tensors_that_are_no_weights_are_named(gemma, tmp_path, capsys):
     (['adapt', '--encoder={wide}', '--decoder={gemma}', '--output={tmp}/x',
       '--cross_attention=copy'], 'as wide as the decoder'),
     (['merge', '{gemma}', '{wide}', '--output={tmp}/x'],
-     r'width is 16 and 24; .*down is \[2, 32, 16\] and \[2, 32, 24\]; 8 more'),
+     'width is 16 and 24'),
     (['merge', '{gemma}', '--output={tmp}/x'], 'gemma alone; give another'),
     (['merge', '{gemma}', '{gemma}', '--weights=1,1', '--output={tmp}/x'],
      'must be 2 numbers'),
