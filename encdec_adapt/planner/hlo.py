@@ -137,11 +137,17 @@ class Step:
   kernel: Kernel | None = None
 
 
+class UnknownProgramError(ValueError):
+  """The HLO text has an unsupported form."""
+
+
 @dataclasses.dataclass
 class Totals:
   """Per-device work of a single run of the program.
 
   Attributes:
+    computations: instructions by computation.
+    share: see `totals`.
     flops: FLOPs of matmuls (2 per multiply-add), without kernels.
     cycles: the compiler's cycle estimates by computation, without kernels and
       collectives; loop bodies are multiplied by their trip count.
@@ -149,9 +155,10 @@ class Totals:
       (computation, name).
     kernels: all kernel calls.
     schedule: the instructions in order; loop bodies appear once.
-    computations: instructions by computation.
   """
 
+  computations: Mapping[str, list[Instruction]]
+  share: float
   flops: float = 0.0
   cycles: collections.Counter[str] = dataclasses.field(
     default_factory=collections.Counter
@@ -159,13 +166,112 @@ class Totals:
   collectives: dict[tuple, Collective] = dataclasses.field(default_factory=dict)
   kernels: list[Kernel] = dataclasses.field(default_factory=list)
   schedule: list[Step] = dataclasses.field(default_factory=list)
-  computations: Mapping[str, list[Instruction]] = dataclasses.field(
-    default_factory=dict
-  )
 
+  def add_computation(self, name: str, times: float) -> None:
+    """Adds `times` runs of a computation."""
+    types = {op.name: op.type for op in self.computations[name]}
+    for op in self.computations[name]:
+      self._add_instruction(name, op, types, times)
 
-class UnknownProgramError(ValueError):
-  """The HLO text has an unsupported form."""
+  def _add_instruction(self, computation, op, types, times) -> None:
+    if op.opcode == 'while':
+      # The condition only compares scalars: not counted.
+      trips, depends_on_data = _trip_count(self.computations, op)
+      if depends_on_data:
+        trips = max(trips * self.share, math.sqrt(trips))
+      self.add_computation(op.attribute('body'), times * trips)
+      return
+    if op.opcode == 'conditional':
+      # Counts the largest branch: the choice depends on data.
+      self.add_computation(max(_branches(op), key=self._work), times)
+    if op.opcode == 'call':
+      self.add_computation(op.attribute('to_apply'), times)
+    flops, kernels = self.flops, len(self.kernels)
+    if op.opcode in ('fusion', 'fusion-start', 'async-start'):
+      self._add_fused(computation, op.attribute('calls'), times)
+    if not self._add_kernel(
+      computation, op, types, times
+    ) and not self._add_collective(computation, op, types, times):
+      # Cycles are summed by computation: a collective overlaps only with work
+      # of its own computation (see `roofline.collectives`).
+      estimate = re.search(r'"estimated_cycles":"(\d+)"', op.attributes)
+      cycles = int(estimate[1]) if estimate else 0
+      self.cycles[computation] += cycles * times
+      self.flops += product_flops(op, types) * times
+    work = self.flops - flops
+    calls = self.kernels[kernels:]
+    step = Step(op, types, computation, times, work, *calls)
+    self.schedule.append(step)
+
+  def _work(self, name: str) -> tuple[float, ...]:
+    totals = Totals(self.computations, self.share)
+    totals.add_computation(name, 1)
+    kernels = sum(x.times for x in totals.kernels)
+    sent = sum(x.bytes * x.times for x in totals.collectives.values())
+    # Branches without matmuls differ only in the bytes they write.
+    made = sum(sum(sizes(x.op.type)) * x.times for x in totals.schedule)
+    return totals.flops, kernels, sent, totals.cycles.total(), made
+
+  def _add_kernel(self, computation, op, types, times) -> bool:
+    target = op.opcode == 'custom-call' and _KERNEL.search(op.attributes)
+    if target:
+      operands = tuple(arrays(types[o])[0][1] for o in op.operands)
+      name, results = _kernel_name(op, target[1]), len(arrays(op.type))
+      kernel = Kernel(name, operands, results, times, computation)
+      self.kernels.append(kernel)
+    return bool(target)
+
+  def _add_fused(self, computation: str, name: str, times: int) -> None:
+    """Adds the work inside fusion `name`; its cycles are added separately."""
+    types = {op.name: op.type for op in self.computations[name]}
+    is_scatter = name.startswith(_REDUCE_SCATTER)
+    for op in self.computations[name]:
+      if is_scatter and op.opcode == 'all-reduce':
+        op = dataclasses.replace(op, opcode='reduce-scatter')
+      # A reduce-scatter fusion holds a whole collective, not a piece.
+      self._add_collective(computation, op, types, times, not is_scatter)
+      self._add_kernel(computation, op, types, times)
+      self.flops += product_flops(op, types) * times
+      if op.opcode == 'fusion':
+        self._add_fused(computation, op.attribute('calls'), times)
+      elif op.opcode in ('while', 'conditional', 'call'):
+        # The totals would silently miss their work.
+        raise UnknownProgramError(f'{name} has a {op.opcode} in it')
+
+  def _add_collective(
+    self, computation, op, types, times, is_piece=False
+  ) -> bool:
+    """Adds a collective; returns whether the instruction is part of one."""
+    is_start = op.opcode.endswith('-start')
+    kind = op.opcode.removesuffix('-start')
+    transfer = _TRANSFER.search(op.attributes) if kind == 'send' else None
+    if transfer:
+      kind = transfer[1].lower().replace('_', '-')
+    if kind not in _COLLECTIVES:
+      # `-done` waits for data already counted at `-start`.
+      return op.opcode.removesuffix('-done') in _COLLECTIVES
+    operands = sum(sum(sizes(types.get(name, ''))) for name in op.operands)
+    if kind == 'all-gather' and not transfer:
+      # A start returns its operands along with the gathered arrays.
+      size = sum(sizes(op.type)) - (operands if is_start else 0)
+    else:
+      size = operands
+    groups = SLICES if transfer else _groups(op.attributes)
+    # Pieces of a collective share a computation and a channel, but so may
+    # different collectives; kind, size and groups distinguish them.
+    key = (computation, op.name)
+    if is_piece:
+      key = (computation, kind, size, groups, op.attribute('channel_id'))
+    collective = self.collectives.get(key)
+    self.collectives[key] = Collective(
+      kind,
+      size,
+      groups,
+      max(times, collective.times if collective else 0),
+      bool(transfer) or is_piece or is_start,
+      computation,
+    )
+    return True
 
 
 def totals(text: str, share: float = 1.0) -> Totals:
@@ -182,9 +288,9 @@ def totals(text: str, share: float = 1.0) -> Totals:
       call or conditional, or there is no entry computation.
   """
   computations, entry = parse(text)
-  walk = _Walk(computations, Totals(computations=computations), share)
-  walk.add_computation(entry, 1)
-  return walk.totals
+  result = Totals(computations, share)
+  result.add_computation(entry, 1)
+  return result
 
 
 def parse(text: str) -> tuple[dict[str, list[Instruction]], str]:
@@ -249,119 +355,6 @@ def sizes(kind: str) -> Iterator[float]:
     # floats, since two s4 elements share a byte.
     bits = 8 if dtype == 'pred' else int(re.search(r'\d+', dtype)[0])
     yield bits / 8 * math.prod(shape)
-
-
-@dataclasses.dataclass
-class _Walk:
-  computations: Mapping[str, list[Instruction]]
-  totals: Totals
-  share: float
-
-  def add_computation(self, name: str, times: float) -> None:
-    """Adds `times` runs of a computation."""
-    types = {op.name: op.type for op in self.computations[name]}
-    for op in self.computations[name]:
-      self._add_instruction(name, op, types, times)
-
-  def _add_instruction(self, computation, op, types, times) -> None:
-    if op.opcode == 'while':
-      # The condition only compares scalars: not counted.
-      trips, depends_on_data = _trip_count(self.computations, op)
-      if depends_on_data:
-        trips = max(trips * self.share, math.sqrt(trips))
-      self.add_computation(op.attribute('body'), times * trips)
-      return
-    if op.opcode == 'conditional':
-      # Counts the largest branch: the choice depends on data.
-      self.add_computation(max(_branches(op), key=self._work), times)
-    if op.opcode == 'call':
-      self.add_computation(op.attribute('to_apply'), times)
-    flops, kernels = self.totals.flops, len(self.totals.kernels)
-    if op.opcode in ('fusion', 'fusion-start', 'async-start'):
-      self._add_fused(computation, op.attribute('calls'), times)
-    if not self._add_kernel(
-      computation, op, types, times
-    ) and not self._add_collective(computation, op, types, times):
-      # Cycles are summed by computation: a collective overlaps only with work
-      # of its own computation (see `roofline.collectives`).
-      estimate = re.search(r'"estimated_cycles":"(\d+)"', op.attributes)
-      cycles = int(estimate[1]) if estimate else 0
-      self.totals.cycles[computation] += cycles * times
-      self.totals.flops += product_flops(op, types) * times
-    work = self.totals.flops - flops
-    calls = self.totals.kernels[kernels:]
-    step = Step(op, types, computation, times, work, *calls)
-    self.totals.schedule.append(step)
-
-  def _work(self, name: str) -> tuple[float, ...]:
-    totals = Totals()
-    _Walk(self.computations, totals, self.share).add_computation(name, 1)
-    kernels = sum(x.times for x in totals.kernels)
-    sent = sum(x.bytes * x.times for x in totals.collectives.values())
-    # Branches without matmuls differ only in the bytes they write.
-    made = sum(sum(sizes(x.op.type)) * x.times for x in totals.schedule)
-    return totals.flops, kernels, sent, totals.cycles.total(), made
-
-  def _add_kernel(self, computation, op, types, times) -> bool:
-    target = op.opcode == 'custom-call' and _KERNEL.search(op.attributes)
-    if target:
-      operands = tuple(arrays(types[o])[0][1] for o in op.operands)
-      name, results = _kernel_name(op, target[1]), len(arrays(op.type))
-      kernel = Kernel(name, operands, results, times, computation)
-      self.totals.kernels.append(kernel)
-    return bool(target)
-
-  def _add_fused(self, computation: str, name: str, times: int) -> None:
-    """Adds the work inside fusion `name`; its cycles are added separately."""
-    types = {op.name: op.type for op in self.computations[name]}
-    is_scatter = name.startswith(_REDUCE_SCATTER)
-    for op in self.computations[name]:
-      if is_scatter and op.opcode == 'all-reduce':
-        op = dataclasses.replace(op, opcode='reduce-scatter')
-      # A reduce-scatter fusion holds a whole collective, not a piece.
-      self._add_collective(computation, op, types, times, not is_scatter)
-      self._add_kernel(computation, op, types, times)
-      self.totals.flops += product_flops(op, types) * times
-      if op.opcode == 'fusion':
-        self._add_fused(computation, op.attribute('calls'), times)
-      elif op.opcode in ('while', 'conditional', 'call'):
-        # The totals would silently miss their work.
-        raise UnknownProgramError(f'{name} has a {op.opcode} in it')
-
-  def _add_collective(
-    self, computation, op, types, times, is_piece=False
-  ) -> bool:
-    """Adds a collective; returns whether the instruction is part of one."""
-    is_start = op.opcode.endswith('-start')
-    kind = op.opcode.removesuffix('-start')
-    transfer = _TRANSFER.search(op.attributes) if kind == 'send' else None
-    if transfer:
-      kind = transfer[1].lower().replace('_', '-')
-    if kind not in _COLLECTIVES:
-      # `-done` waits for data already counted at `-start`.
-      return op.opcode.removesuffix('-done') in _COLLECTIVES
-    operands = sum(sum(sizes(types.get(name, ''))) for name in op.operands)
-    if kind == 'all-gather' and not transfer:
-      # A start returns its operands along with the gathered arrays.
-      size = sum(sizes(op.type)) - (operands if is_start else 0)
-    else:
-      size = operands
-    groups = SLICES if transfer else _groups(op.attributes)
-    # Pieces of a collective share a computation and a channel, but so may
-    # different collectives; kind, size and groups distinguish them.
-    key = (computation, op.name)
-    if is_piece:
-      key = (computation, kind, size, groups, op.attribute('channel_id'))
-    collective = self.totals.collectives.get(key)
-    self.totals.collectives[key] = Collective(
-      kind,
-      size,
-      groups,
-      max(times, collective.times if collective else 0),
-      bool(transfer) or is_piece or is_start,
-      computation,
-    )
-    return True
 
 
 def _kernel_name(op: Instruction, target: str) -> str:
