@@ -51,25 +51,8 @@ def test_linear_scaling_as_old_files_spell_it():
   assert stack_of('llama', **old) == stack_of('llama', rope_parameters=new)
 
 
-@pytest.mark.parametrize(
-  'model_type, fields, pattern',
-  [
-    ('gemma2', {}, ('local', 'global')),
-    ('gemma3_text', {'num_hidden_layers': 13}, ('local',) * 5 + ('global',)),
-    ('gemma3_text', {'sliding_window_pattern': 2}, ('local', 'global')),
-    ('llama', {}, ('global',)),
-    ('mistral', {}, ('local',)),
-    ('mistral', {'sliding_window': None}, ('global',)),
-    ('qwen2', {'max_window_layers': 1}, ('global',)),
-    (
-      'qwen2',
-      {'use_sliding_window': True, 'max_window_layers': 1},
-      ('global', 'local', 'local', 'local'),
-    ),
-  ],
-)
-def test_patterns(model_type, fields, pattern):
-  assert stack_of(model_type, **fields).pattern == pattern
+def test_a_window_of_null_is_none():
+  assert stack_of('mistral', sliding_window=None).pattern == ('global',)
 
 
 @pytest.mark.parametrize('model_type', families.FAMILIES)

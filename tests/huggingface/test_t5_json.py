@@ -4,8 +4,7 @@ import pytest
 
 from encdec_adapt.base import errors
 from encdec_adapt.huggingface import config_json
-from encdec_adapt.models import heads, model_config, presets
-from encdec_adapt.ops import relative_bias
+from encdec_adapt.models import model_config, presets
 
 SIZES = dict(
   vocab_size=100, d_model=32, d_kv=8, d_ff=64, num_layers=3, num_heads=4
@@ -15,21 +14,6 @@ SIZES = dict(
 def read(kind, **fields):
   raw = {'model_type': kind, **SIZES, **fields}
   return config_json.model_from_raw(raw, 'here')[0]
-
-
-def test_defaults():
-  model = read('t5')
-  encoder, decoder = model.encoder, model.decoder
-  assert model.shared_table and decoder.layers == 3
-  assert decoder.head.tied and decoder.head.scaled
-  assert encoder.head == heads.Head()
-  assert (encoder.activation, encoder.mlp_gated) == ('relu', False)
-  assert encoder.positions == decoder.positions
-  assert decoder.positions == relative_bias.Positions('relative', 32, 128)
-  assert read('umt5').decoder.positions.kind == 'relative_each'
-  decoder = read('mt5', tie_word_embeddings=True).decoder
-  assert (decoder.activation, decoder.mlp_gated) == ('gelu_tanh', True)
-  assert not decoder.head.scaled  # Its class never scales.
 
 
 @pytest.mark.parametrize('scaled', [None, False, True])

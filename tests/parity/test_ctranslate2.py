@@ -66,7 +66,7 @@ def _export(name, tokenizer, path):
   export.write(
     path / 'exported',
     opened.config,
-    {path: np.asarray(array) for path, array in opened.arrays().items()},
+    opened.arrays(),
     files={file.name: file for file in tokenizer.iterdir()},
   )
   return loaded, tiny_models.load(path / 'exported')

@@ -17,8 +17,7 @@ pytestmark = pytest.mark.parity
 def assert_comes_back(source, folder, may_miss=None):
   """Exports a folder: tensors are bit-equal, and the class loads them all."""
   opened = folder_lib.ModelFolder(source)
-  arrays = {path: np.asarray(array) for path, array in opened.arrays().items()}
-  export.write(folder, opened.config, arrays)
+  export.write(folder, opened.config, opened.arrays())
   before, after = (tensor_folder.TensorFolder(x) for x in (source, folder))
   kept = set(before.tensors) - set(opened.unused)
   assert set(after.tensors) == kept

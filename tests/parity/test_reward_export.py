@@ -2,7 +2,7 @@
 
 import json
 
-import jax
+from flax import traverse_util
 import numpy as np
 import pytest
 
@@ -18,15 +18,10 @@ FIELDS = {'decoder': {'bos_token_id': 2, 'eos_token_id': 1, 'pad_token_id': 0}}
 
 
 def _save(name, saved, folder, fields=FIELDS):
-  """Exports a reward model of the stack of a case; returns its parameters."""
+  """Exports a reward model of the stack of a case; returns its config."""
   _, _, ours = saved(name)
   config = model_config.reward_model(ours.config)
-  params = toy_models.params(config)
-  flat, _ = jax.tree_util.tree_flatten_with_path(params)
-  arrays = {
-    jax.tree_util.keystr(path, simple=True, separator='/'): np.asarray(x)
-    for path, x in flat
-  }
+  arrays = traverse_util.flatten_dict(toy_models.params(config), sep='/')
   export.write(folder, config, arrays, fields=fields)
   return config
 

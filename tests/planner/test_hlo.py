@@ -208,6 +208,7 @@ def test_flops_of_products(line, types, flops):
   'text, groups',
   [
     ('', [[0, 1, 2, 3, 4, 5, 6, 7]]),
+    ('{}', [[0, 1, 2, 3, 4, 5, 6, 7]]),
     ('{{0,2},{1,3},{4,6},{5,7}}', [[0, 2], [1, 3], [4, 6], [5, 7]]),
     ('[2,4]<=[8]', [[0, 1, 2, 3], [4, 5, 6, 7]]),
     ('[4,2]<=[2,4]T(1,0)', [[0, 4], [1, 5], [2, 6], [3, 7]]),
@@ -229,25 +230,9 @@ def test_flops_of_products(line, types, flops):
   ],
 )
 def test_replica_groups(text, groups):
+  stated = f'replica_groups={text}, a={{1}}' if text else 'a={1}'
+  assert hlo._groups(f'channel_id=3, {stated}') == text
   np.testing.assert_array_equal(roofline.replica_groups(text, 8), groups)
-
-
-@pytest.mark.parametrize(
-  'stated, groups',
-  [
-    ('', ''),
-    ('replica_groups={}, to_apply=%a', '{}'),
-    ('replica_groups={{0,1},{2,3}}, to_apply=%a', '{{0,1},{2,3}}'),
-    ('replica_groups=[2,4]<=[4,2]T(1,0), a=1', '[2,4]<=[4,2]T(1,0)'),
-    ("replica_groups=mesh['a'=8] {'a'}, a={1}", "mesh['a'=8] {'a'}"),
-    (
-      "replica_groups=mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}, a={1}",
-      "mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}",
-    ),
-  ],
-)
-def test_text_of_replica_groups(stated, groups):
-  assert hlo._groups(f'channel_id=3, {stated}') == groups
 
 
 @pytest.mark.parametrize(
