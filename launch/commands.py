@@ -32,6 +32,7 @@ TPUS = {
   'v6e': ('v6e', 1),
   'tpu7x': ('tpu7x', 2),
 }
+TRAIN = 'train'  # The verb that starts a job.
 # Names become parts of names of machines, pods and folders. GKE's limit is the
 # shortest: a pod's name has 63 characters and starts with the job's.
 _NAME = re.compile(r'[a-z]([-a-z0-9]{0,28}[a-z0-9])?')
@@ -53,19 +54,31 @@ class _Parser(argparse.ArgumentParser):
     raise LaunchError(f'{message}; see {self.prog} --help')
 
 
-def make_parser(module: str, description: str) -> argparse.ArgumentParser:
-  """Makes the parser of `python3 -m launch.MODULE`.
+def make_parser(
+  module: str, description: str, verbs: typing.Mapping[str, str]
+) -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+  """Makes the parser of `python3 -m launch.MODULE`, and those of its verbs.
 
   Args:
     module: name of the launcher.
     description: text of --help.
+    verbs: verb -> its description for --help.
+
+  Returns:
+    The parser, and the parsers of the verbs with the flags that all launchers
+    have.
   """
-  return _Parser(prog=f'python3 -m launch.{module}', description=description)
-
-
-def add_environment(add: typing.Callable) -> None:
-  """Adds --env to a verb by its `add_argument`."""
-  add(
+  parser = _Parser(prog=f'python3 -m launch.{module}', description=description)
+  parsers = parser.add_subparsers(dest='verb', metavar='VERB', required=True)
+  added = {
+    name: parsers.add_parser(name, help=what, description=what)
+    for name, what in verbs.items()
+  }
+  for verb in added.values():
+    verb.add_argument(
+      '--dry_run', action='store_true', help='print every command, run none'
+    )
+  added[TRAIN].add_argument(
     '--env',
     action='append',
     default=[],
@@ -73,6 +86,7 @@ def add_environment(add: typing.Callable) -> None:
     metavar='NAME=VALUE',
     help='environment variable of the job; may be repeated',
   )
+  return parser, added
 
 
 def _assignment(text: str) -> str:
@@ -81,21 +95,6 @@ def _assignment(text: str) -> str:
       f'--env={text} must be NAME=VALUE, such as --env TPU_STDERR_LOG_LEVEL=0.'
     )
   return text
-
-
-def add_verb(verbs, name: str, what: str) -> argparse.ArgumentParser:
-  """Adds a verb with the flags that all verbs have.
-
-  Args:
-    verbs: result of `parser.add_subparsers`.
-    name: name of the verb.
-    what: description for --help.
-  """
-  verb = verbs.add_parser(name, help=what, description=what)
-  verb.add_argument(
-    '--dry_run', action='store_true', help='print every command, run none'
-  )
-  return verb
 
 
 def main(
@@ -107,7 +106,8 @@ def main(
 
   Args:
     parse: parses and checks the flags before `--`.
-    act: gets the parsed flags, with the flags after `--` as `training`.
+    act: gets the parsed flags, for `TRAIN` with the flags after `--` as
+      `training`.
     argv: arguments of the process, without its name.
 
   Returns:
@@ -116,7 +116,7 @@ def main(
   own, training = _split(argv)
   try:
     options = parse(own)
-    if hasattr(options, 'training'):
+    if options.verb == TRAIN:
       check_training(training)
       options.training = training
     elif training:

@@ -59,10 +59,8 @@ _GIT = 'git describe --always --dirty --abbrev=40 --exclude=*'
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-  parser = commands.make_parser('gke', __doc__)
-  verbs = parser.add_subparsers(dest='verb', metavar='VERB', required=True)
-  for name, what in _VERBS.items():
-    verb = commands.add_verb(verbs, name, what)
+  parser, verbs = commands.make_parser('gke', __doc__, _VERBS)
+  for name, verb in verbs.items():
     add = verb.add_argument
     if name in ('train', 'logs', 'delete', *_SIGNALS):
       add('--name', required=True, help='name of the job')
@@ -90,7 +88,6 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     if name in ('image', 'train'):
       add('--image', required=True, help='HOST/PROJECT/REPOSITORY/NAME:TAG')
     if name == 'train':
-      commands.add_environment(add)
       add('--max_restarts', type=int, default=1000, help='default: 1000')
       add(
         '--grace_seconds',
@@ -101,8 +98,6 @@ def _parse(argv: list[str]) -> argparse.Namespace:
       )
   options = parser.parse_args(argv)
   _check(options)
-  if options.verb == 'train':
-    options.training = []
   return options
 
 

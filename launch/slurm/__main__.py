@@ -40,18 +40,14 @@ _SIGNALS = {'stop': 'TERM', 'profile': 'USR1'}
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-  parser = commands.make_parser('slurm', __doc__)
-  verbs = parser.add_subparsers(dest='verb', metavar='VERB', required=True)
-  for name, what in _VERBS.items():
-    verb = commands.add_verb(verbs, name, what)
+  parser, verbs = commands.make_parser('slurm', __doc__, _VERBS)
+  for verb in verbs.values():
     verb.add_argument('--name', required=True, help='name of the job')
-    if name == 'train':
-      _add_request(verb)
+  _add_request(verbs['train'])
   options = parser.parse_args(argv)
   commands.check_name('name', options.name)
   if options.verb == 'train':
     _check(options)
-    options.training = []
   return options
 
 
@@ -78,7 +74,6 @@ def _add_request(verb: argparse.ArgumentParser) -> None:
     '--container_mounts',
     help='HOST_FOLDER:FOLDER,.. in the container, such as /shared:/shared',
   )
-  commands.add_environment(add)
   add('--time', required=True, help='time limit of one start, such as 24:00:00')
   add(
     '--notice_seconds',

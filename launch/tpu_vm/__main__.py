@@ -46,10 +46,8 @@ _VERBS = {
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-  parser = commands.make_parser('tpu_vm', __doc__)
-  verbs = parser.add_subparsers(dest='verb', metavar='VERB', required=True)
-  for name, what in _VERBS.items():
-    verb = commands.add_verb(verbs, name, what)
+  parser, verbs = commands.make_parser('tpu_vm', __doc__, _VERBS)
+  for name, verb in verbs.items():
     verb.add_argument('--name', required=True, help='name of the resource')
     verb.add_argument('--zone', required=True, help='such as us-west4-a')
     verb.add_argument('--project', default='', help="default: gcloud's")
@@ -77,9 +75,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         ' records, every worker mounts as that folder; such as'
         ' source=projects/PROJECT/zones/ZONE/disks/DISK,mode=read-only',
       )
-    if name == 'train':
-      _add_restarts(verb)
-      commands.add_environment(verb.add_argument)
+  _add_restarts(verbs['train'])
   options = parser.parse_args(argv)
   _resource(options).check()
   commands.check_least(options, 1, 'slices')
@@ -97,7 +93,6 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     commands.check_least(options, 0, 'max_restarts', 'retries')
     commands.check_least(options, 0, 'grace_seconds')
     commands.check_least(options, 0.01, 'poll_seconds')
-    options.training = []
   return options
 
 
