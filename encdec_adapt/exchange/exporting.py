@@ -5,7 +5,6 @@ atomically. Tensor names and layouts are in `huggingface`.
 """
 
 from collections.abc import Mapping
-import json
 import pathlib
 import tempfile
 from typing import Any
@@ -17,7 +16,7 @@ from encdec_adapt.base import errors
 from encdec_adapt.checkpoints import manager, step_folders
 from encdec_adapt.cli import command
 from encdec_adapt.exchange import inspection, model_card, peft_exchange
-from encdec_adapt.files import disk, hub, paths
+from encdec_adapt.files import atomic, disk, hub, paths
 from encdec_adapt.huggingface import (
   config_json,
   embedding_files,
@@ -106,7 +105,6 @@ def _export(
     if opened and stored.framing.chats
     else None,
   )
-  text = json.dumps(generation, indent=2) + '\n'
   arrays = stored.arrays()
   dtype = np.dtype(values.dtype) if values.dtype else None
   dtypes = {dtype or array.dtype for array in arrays.values()}
@@ -143,7 +141,7 @@ def _export(
       reader = opened and opened.sides[side]
       files |= _embedding_files(stored, arrays, files, reader)
     else:
-      files[tensor_folder.GENERATION] = text.encode()
+      files[tensor_folder.GENERATION] = atomic.json_bytes(generation)
     export.write(
       values.output,
       stored.model,

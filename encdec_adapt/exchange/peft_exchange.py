@@ -5,8 +5,6 @@ Implements `convert export --layout=peft`, `convert import` of PEFT folders and
 `huggingface.peft_folder`.
 """
 
-import json
-
 from absl import flags
 
 from encdec_adapt.base import errors
@@ -65,8 +63,7 @@ def export_adapters(
       )
   layout = _layout(stored.model)
   files = peft_folder.files(adapters, stored.trained(), layout, base)
-  framing = json.dumps(stored.framing.fields(), indent=2) + '\n'
-  files[prompt_framing.PEFT] = framing.encode()
+  files[prompt_framing.PEFT] = atomic.json_bytes(stored.framing.fields())
   with new_folder.new_folder(values.output) as draft:
     for file, content in files.items():
       (draft / file).write_bytes(content)

@@ -10,6 +10,11 @@ from encdec_adapt.base import errors
 from encdec_adapt.files import disk, paths
 
 
+def json_bytes(content: Any) -> bytes:
+  """Returns the content of a JSON file."""
+  return (json.dumps(content, indent=2) + '\n').encode()
+
+
 def write_json(path: paths.AnyPath, content: Any) -> None:
   """Writes JSON atomically; see `paths.write`.
 
@@ -21,7 +26,7 @@ def write_json(path: paths.AnyPath, content: Any) -> None:
     UserError: the path cannot be written.
   """
   with disk.writing(path):
-    paths.write(path, (json.dumps(content, indent=2) + '\n').encode())
+    paths.write(path, json_bytes(content))
 
 
 def damaged(file: paths.AnyPath, problem: str) -> errors.UserError:

@@ -6,12 +6,12 @@ Names and fields are from sentence-transformers 6.2.
 """
 
 from collections.abc import Mapping
-import json
 
 import numpy as np
 from safetensors import numpy as safetensors
 import tokenizers
 
+from encdec_adapt.files import atomic
 from encdec_adapt.models import model_config
 from encdec_adapt.tokenizers import tokenizer_writer
 from encdec_adapt.tokenizers import vocabulary as vocabulary_lib
@@ -41,7 +41,11 @@ def files(
   width = stack.width
   pooling = {f'pooling_mode_{x}': False for x in _POOLING.values()}
   pooling |= {f'pooling_mode_{_POOLING[head.pooling]}': True}
-  parts = [('Pooling', {'word_embedding_dimension': width, **pooling})]
+  limit = {'max_seq_length': room} if room else {}
+  parts = [
+    ('Transformer', limit),
+    ('Pooling', {'word_embedding_dimension': width, **pooling}),
+  ]
   for i, size in enumerate(head.projections):
     kernel = np.asarray(params[f'decoder/embedding/projection_{i}'], np.float32)
     weight = {'linear.weight': np.ascontiguousarray(kernel.T)}
@@ -51,20 +55,19 @@ def files(
     parts.append(('Dense', {**fields, 'activation_function': identity}))
     width = size
   parts.append(('Normalize', {}))
-  modules = [{'idx': 0, 'name': '0', 'path': ''}]
-  modules[0]['type'] = f'{_CLASSES}Transformer'
-  for i, (name, fields) in enumerate(parts, start=1):
-    path = f'{i}_{name}'
-    content[f'{path}/config.json'] = _json(fields)
+  modules = []
+  for i, (name, fields) in enumerate(parts):
+    # The first module is at the top of the folder, with config.json.
+    path = f'{i}_{name}' if i else ''
+    file = f'{path}/config.json' if i else 'sentence_bert_config.json'
+    content[file] = atomic.json_bytes(fields)
     module = {'idx': i, 'name': str(i), 'path': path}
     modules.append({**module, 'type': f'{_CLASSES}{name}'})
-  content[MODULES] = _json(modules)
-  limit = {'max_seq_length': room} if room else {}
-  content['sentence_bert_config.json'] = _json(limit)
+  content[MODULES] = atomic.json_bytes(modules)
   # Overrides other files and the class default, an image processor, for which
   # the folder may have no files.
-  content[_PROCESSOR] = _json({'processor_class': 'AutoTokenizer'})
-  content[PROMPTS] = _json(
+  content[_PROCESSOR] = atomic.json_bytes({'processor_class': 'AutoTokenizer'})
+  content[PROMPTS] = atomic.json_bytes(
     {'prompts': dict(prompts), 'similarity_fn_name': 'cosine'}
   )
   return content
@@ -75,7 +78,3 @@ def framed(content: bytes, vocabulary: vocabulary_lib.Vocabulary) -> bytes:
   tokenizer = tokenizers.Tokenizer.from_str(content.decode())
   tokenizer.post_processor = tokenizer_writer.template(vocabulary)
   return tokenizer.to_str(pretty=True).encode()
-
-
-def _json(value: object) -> bytes:
-  return (json.dumps(value, indent=2) + '\n').encode()

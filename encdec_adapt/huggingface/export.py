@@ -4,13 +4,12 @@ Supports the layouts of transformers and our native layout (`weights.NATIVE`).
 """
 
 from collections.abc import Callable, Mapping
-import json
 import os
 from typing import Any
 
 import numpy as np
 
-from encdec_adapt.files import lazy_array, paths
+from encdec_adapt.files import atomic, lazy_array, paths
 from encdec_adapt.huggingface import (
   config_json,
   new_folder,
@@ -76,10 +75,10 @@ def write(
     raw = vision_lib.with_vision(raw, vision)
     plans |= vision.arrays(layout.stacks.get('encoder', ''))
     files = {**vision.processors, **files}
+  raw |= {'dtype': str(common)}
+  files[tensor_folder.CONFIG] = atomic.json_bytes(raw)
   folder = paths.at(folder)
   with new_folder.new_folder(folder) as draft:
-    text = json.dumps({**raw, 'dtype': str(common)}, indent=2) + '\n'
-    (draft / tensor_folder.CONFIG).write_text(text)
     for name, file in files.items():
       (draft / name).parent.mkdir(exist_ok=True)
       if isinstance(file, bytes):

@@ -8,7 +8,6 @@ of the scales. Layers missing from `layers_to_transform` are zeros.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-import json
 import re
 from typing import Any, NamedTuple
 
@@ -100,8 +99,7 @@ def files(
     'inference_mode': True,
   }
   content = safetensors.numpy.save(tensors, metadata={'format': 'pt'})
-  text = json.dumps(config, indent=2) + '\n'
-  return {CONFIG: text.encode(), WEIGHTS: content}
+  return {CONFIG: atomic.json_bytes(config), WEIGHTS: content}
 
 
 def read(
