@@ -10,7 +10,7 @@ import dataclasses
 from typing import Any
 
 from encdec_adapt.base import errors
-from encdec_adapt.huggingface import class_defaults, raw_fields, weights
+from encdec_adapt.huggingface import class_defaults, weights
 from encdec_adapt.models import heads, model_config
 from encdec_adapt.ops import relative_bias
 
@@ -60,14 +60,13 @@ def model_from_raw(
   """Returns the model of a config.json, and its tensor names.
 
   Args:
-    raw: parsed file with a `model_type` in `TYPES`.
+    raw: parsed file with a `model_type` in `TYPES` and checked fields.
     file: name of the file, for error messages.
 
   Raises:
     UserError: a size is missing, or the feed-forward is not supported.
   """
   kind = raw['model_type']
-  raw_fields.check(raw, file)
   raw = {**class_defaults.DEFAULTS[kind], **raw}
   for name in _FIELDS:
     if name not in raw:

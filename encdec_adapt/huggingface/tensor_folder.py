@@ -94,7 +94,7 @@ class TensorFolder:
     """Reads a tensor, or a range of rows of a matrix in a stack of matrices.
 
     Args:
-      name: tensor name.
+      name: a name in `tensors`.
       index: index into the first axis and range of the second, to read only
         this part; None reads the whole tensor.
 
@@ -102,13 +102,8 @@ class TensorFolder:
       An array in the stored dtype.
 
     Raises:
-      UserError: the folder has no such tensor, or its file cannot be read.
+      UserError: the file of the tensor cannot be read.
     """
-    if name not in self.tensors:
-      raise errors.UserError(
-        f'{self.folder} has no tensor {name!r} among its {len(self.tensors)}.'
-        ' Check that config.json and the weights belong to the same model.'
-      )
     info = self.tensors[name]
     with _named_errors(info.file):
       if info.offset is not None:
