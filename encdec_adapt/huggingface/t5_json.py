@@ -90,20 +90,18 @@ def model_from_raw(
       raw['relative_attention_num_buckets'],
       raw['relative_attention_max_distance'],
     )
-    encoder = model_config.StackConfig(**fields)
     if raw.get('architectures') == [f'{TYPES[kind]}EncoderModel']:
-      stack = dataclasses.replace(encoder, role='bidirectional')
+      stack = model_config.StackConfig(**fields, role='bidirectional')
       model = model_config.DecoderOnlyConfig(stack)
       return model, weights.t5_layout(gated=gated, pair=False)
+    encoder = model_config.StackConfig(**fields)
+    fields['layers'] = raw.get('num_decoder_layers') or encoder.layers
     tied = raw.get('tie_word_embeddings', True)
-    decoder = dataclasses.replace(
-      encoder,
-      layers=raw.get('num_decoder_layers') or encoder.layers,
-      # Absent in files of version 4, which scales tied heads. mT5's class never
-      # scales, whatever its files say.
-      head=heads.Tokens(
-        tied, kind != 'mt5' and raw.get('scale_decoder_outputs', tied)
-      ),
+    # Absent in files of version 4, which scales tied heads. mT5's class never
+    # scales, whatever its files say.
+    scaled = kind != 'mt5' and raw.get('scale_decoder_outputs', tied)
+    decoder = model_config.StackConfig(
+      **fields, head=heads.Tokens(tied, scaled)
     )
   except errors.UserError as error:
     raise errors.UserError(f'{file}: {error}') from error
