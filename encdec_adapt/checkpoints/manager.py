@@ -475,17 +475,13 @@ class Checkpoints(contextlib.AbstractContextManager):
 
 def _hide_logged_errors() -> None:
   for name in ('absl', 'asyncio'):
-    logging.getLogger(name).addFilter(_is_no_error)
+    logging.getLogger(name).addFilter(lambda x: x.levelno < logging.ERROR)
   warnings.filterwarnings('ignore', 'coroutine .* was never awaited')
   # TensorStore's writes outlive the event loop of a failed save.
   sys.unraisablehook = lambda error: (
     'Event loop is closed' in str(error.exc_value)
     or sys.__unraisablehook__(error)
   )
-
-
-def _is_no_error(record: logging.LogRecord) -> bool:
-  return record.levelno < logging.ERROR
 
 
 def open_latest(path: _Path) -> Checkpoint:
@@ -500,7 +496,7 @@ def open_latest(path: _Path) -> Checkpoint:
   Raises:
     UserError: there is no complete checkpoint.
   """
-  return _open_first(path, path, lambda _, steps: reversed(steps))
+  return _open_first(path, path, lambda _, steps: steps)
 
 
 def open_best(path: _Path) -> Checkpoint:
@@ -508,9 +504,7 @@ def open_best(path: _Path) -> Checkpoint:
 
   Without losses, opens the newest; otherwise like `open_latest`.
   """
-  return _open_first(
-    path, path, lambda folder, steps: _best_first(folder, steps[::-1])
-  )
+  return _open_first(path, path, _best_first)
 
 
 def open_step(path: _Path, step: int) -> Checkpoint:
@@ -548,12 +542,19 @@ def _best_first(folder: paths.Path, steps: Sequence[int]) -> list[int]:
 def _open_first(
   name: _Path, path: _Path, order: Callable[[paths.Path, Any], Iterable[int]]
 ) -> Checkpoint:
-  """Opens the first undamaged step, chosen by process 0."""
+  """Opens the first undamaged step, chosen by process 0.
+
+  Args:
+    name: name of the run, for messages.
+    path: a work directory, or its checkpoint folder.
+    order: gets the checkpoint folder and its steps, newest first; returns the
+      steps to try in turn.
+  """
   folder = step_folders.locate(path)
 
   def choose() -> int | None:
     steps = step_folders.steps(folder)
-    step = step_folders.first_undamaged(folder, order(folder, steps))
+    step = step_folders.first_undamaged(folder, order(folder, steps[::-1]))
     # A running job may have deleted all listed steps and saved others.
     again = step is None and steps != step_folders.steps(folder)
     return choose() if again else step

@@ -122,11 +122,6 @@ def _qwen_kinds(raw: Raw) -> list[str]:
   return [_FULL] * full + [_SLIDING] * (layers - full)
 
 
-def _qwen2_moe_kinds(raw: Raw) -> list[str]:
-  """Empty with a window: versions differ in the layers it applies to."""
-  return [] if raw['use_sliding_window'] else [_FULL]
-
-
 _GEMMA_FIELDS = {
   'query_pre_attn_scalar': 'query_scale',
   'final_logit_softcapping': 'final_softcap',
@@ -226,7 +221,8 @@ FAMILIES: Mapping[str, Family] = {
         'shared_expert_intermediate_size': 'shared_expert_width',
       },
       fixed={**_PLAIN, 'shared_expert_gate': True},
-      layer_types=_qwen2_moe_kinds,
+      # Versions differ in the layers that a window applies to.
+      layer_types=lambda raw: [] if raw['use_sliding_window'] else [_FULL],
     ),
     Family(
       'qwen3_moe',
