@@ -14,7 +14,7 @@ itself.
 Uses `files` for paths and stores; must not know the guarded files.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 import contextlib
 import datetime
 import fcntl
@@ -32,7 +32,7 @@ from encdec_adapt.files import disk, paths
 
 FILE = 'job.lock'
 BEAT = 10.0  # Seconds between two renewals.
-STALE = 6 * BEAT
+STALE = 6 * BEAT  # Seconds without renewal until a lock is taken over.
 _POLL = 1.0  # Seconds between two reads of another job's lock.
 _UNKNOWN = {'pid': '?', 'host': '?', 'started': '?'}
 
@@ -81,24 +81,9 @@ def _hold_folder(folder: str | os.PathLike[str]) -> Iterator[None]:
 class BucketLock:
   """Context manager that holds a folder of a bucket for this process."""
 
-  def __init__(
-    self,
-    folder: str | os.PathLike[str],
-    *,
-    beat: float = BEAT,
-    stale: float = STALE,
-    end: Callable[[int], None] = os._exit,
-  ):
-    """Stores the folder; nothing is locked yet.
-
-    Args:
-      folder: bucket address.
-      beat: seconds between renewals.
-      stale: seconds without renewal until a lock is taken over.
-      end: exits with a status after losing the lock.
-    """
+  def __init__(self, folder: str | os.PathLike[str]):
+    """Stores the folder, a bucket address; nothing is locked yet."""
     self.folder = paths.at(folder)
-    self._beat, self._stale, self._end = beat, stale, end
     self._owner = _describe_self()
     self._generation: bytes | None = None
     self._stop = threading.Event()
@@ -125,9 +110,7 @@ class BucketLock:
     self._thread.join()
     # If this fails, the next job finds a stale lock.
     with contextlib.suppress(ValueError, TimeoutError):
-      self._store.write(FILE, None, if_equal=self._generation).result(
-        self._beat
-      )
+      self._store.write(FILE, None, if_equal=self._generation).result(BEAT)
 
   def _wait_until_free(self) -> bytes:
     # Clocks differ between machines: only a change of the object shows that its
@@ -142,28 +125,26 @@ class BucketLock:
         seen, since = generation, time.monotonic()
         print(
           f'{self.folder} was locked by {_name(entry.value)}; watching for'
-          f' {self._stale:.0f} s whether it is alive',
+          f' {STALE:.0f} s whether it is alive',
           file=sys.stderr,
           flush=True,
         )
       elif seen != generation:
         raise _in_use(self.folder, entry.value)
-      elif time.monotonic() - since > self._stale:
+      elif time.monotonic() - since > STALE:
         print(f'took over the lock of {_name(entry.value)}', file=sys.stderr)
         return generation
-      time.sleep(min(_POLL, self._beat))
+      time.sleep(min(_POLL, BEAT))
 
   def _write(self, generation: bytes) -> bool:
     body = json.dumps({**self._owner, 'heartbeat': time.time()}).encode()
-    stamp = self._store.write(FILE, body, if_equal=generation).result(
-      self._beat
-    )
+    stamp = self._store.write(FILE, body, if_equal=generation).result(BEAT)
     self._generation = stamp.generation or self._generation
     return bool(stamp.generation)
 
   def _keep(self) -> None:
     last = time.monotonic()
-    while not self._stop.wait(self._beat):
+    while not self._stop.wait(BEAT):
       try:
         if not self._write(self._generation) and not self._is_written():
           self._lose('another job has taken it', exit_status.USER_ERROR)
@@ -172,7 +153,7 @@ class BucketLock:
       except (ValueError, TimeoutError) as error:
         # Leave a margin of two beats for waiting and retrying, so that no other
         # job has taken the lock yet.
-        if time.monotonic() - last > self._stale - 3 * self._beat:
+        if time.monotonic() - last > STALE - 3 * BEAT:
           self._lose(f'it could not be renewed ({error})', exit_status.HANG)
           return
 
@@ -181,7 +162,7 @@ class BucketLock:
 
     A retry of such a write fails, as the generation has already changed.
     """
-    entry = self._store.read(FILE).result(self._beat)
+    entry = self._store.read(FILE).result(BEAT)
     if _parse(entry.value).get('id') != self._owner['id']:
       return False
     self._generation = entry.stamp.generation
@@ -194,7 +175,7 @@ class BucketLock:
       file=sys.stderr,
       flush=True,
     )
-    self._end(status)
+    os._exit(status)
 
 
 def _in_use(folder: paths.Path, content: bytes) -> InUseError:

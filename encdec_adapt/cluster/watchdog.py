@@ -43,7 +43,6 @@ class Watchdog:
     seconds: float,
     *,
     clock: Callable[[], float] = time.monotonic,
-    end: Callable[[int], None] = os._exit,
   ):
     """Stores the limits; the context starts the watch.
 
@@ -52,10 +51,9 @@ class Watchdog:
       process: 0-based index of this process.
       seconds: minimum time limit of a step; 0 disables the watchdog.
       clock: returns seconds.
-      end: ends the process with a status.
     """
     self._folder, self._process = paths.at(folder), process
-    self._seconds, self._clock, self._end = seconds, clock, end
+    self._seconds, self._clock = seconds, clock
     # Seconds of recent parts.
     self._parts = {p: collections.deque[float](maxlen=50) for p in _PARTS}
     self._last = (0, 'start', clock())
@@ -117,7 +115,7 @@ class Watchdog:
         )
         report.start()
         report.join(_REPORT_SECONDS)
-        self._end(exit_status.HANG)
+        os._exit(exit_status.HANG)
         return
 
   def _report(self, head: str) -> None:

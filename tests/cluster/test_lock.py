@@ -82,6 +82,12 @@ def test_a_folder_that_cannot_be_written(tmp_path):
       pass
 
 
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+  monkeypatch.setattr(lock, 'BEAT', 0.1)
+  monkeypatch.setattr(lock, 'STALE', 0.5)
+
+
 def _forge(bucket, content=None):
   """Writes the lock of another process."""
   content = content or json.dumps({'pid': 77, 'host': 'h', 'started': 'now'})
@@ -90,11 +96,11 @@ def _forge(bucket, content=None):
 
 def test_a_bucket_lock_is_renewed_and_released(bucket, store):
   name = store.key(f'{bucket}/{lock.FILE}')
-  with lock.BucketLock(bucket, beat=0.05):
+  with lock.BucketLock(bucket):
     first = store.objects[name]
     # An owner that renews its lock is alive.
     with pytest.raises(errors.UserError, match=f'process {os.getpid()} on'):
-      with lock.BucketLock(bucket, beat=0.05):
+      with lock.BucketLock(bucket):
         pass
     owner, later = json.loads(first.data), json.loads(store.objects[name].data)
     assert later.pop('heartbeat') > owner.pop('heartbeat')
@@ -106,8 +112,8 @@ def test_a_bucket_lock_is_renewed_and_released(bucket, store):
 def test_the_bucket_lock_of_a_dead_job_is_taken_over(bucket, capfd, content):
   _forge(bucket, content)
   began = time.monotonic()
-  with lock.BucketLock(bucket, beat=0.2, stale=0.6):
-    assert time.monotonic() - began > 0.6
+  with lock.BucketLock(bucket):
+    assert time.monotonic() - began > 0.5
   assert 'took over' in capfd.readouterr().err
 
 
@@ -116,7 +122,7 @@ def test_one_of_two_jobs_takes_over(bucket):
   second = lock.BucketLock(bucket)
   second._store = paths.key_value_store(second.folder)
   seen = second._store.read(lock.FILE).result().stamp.generation
-  with lock.BucketLock(bucket, beat=10.0, stale=0.1):
+  with lock.BucketLock(bucket):
     assert not second._write(seen)
 
 
@@ -126,9 +132,12 @@ def test_one_of_two_jobs_takes_over(bucket):
   # job has replaced.
   [('taken', exit_status.USER_ERROR), ('unreachable', exit_status.HANG)],
 )
-def test_an_owner_that_lost_its_lock_ends(bucket, store, how, status, capfd):
+def test_an_owner_that_lost_its_lock_ends(
+  bucket, store, how, status, capfd, monkeypatch
+):
   ended = []
-  held = lock.BucketLock(bucket, beat=0.1, stale=0.5, end=ended.append)
+  monkeypatch.setattr(os, '_exit', ended.append)
+  held = lock.BucketLock(bucket)
   with held:
     try:
       if how == 'taken':
