@@ -9,7 +9,6 @@ launchers restart. Never calls jax, which may hang.
 """
 
 import collections
-from collections.abc import Callable
 import faulthandler
 import os
 import statistics
@@ -37,12 +36,7 @@ class Watchdog:
   """Context manager around a loop that calls `beat`."""
 
   def __init__(
-    self,
-    folder: str | os.PathLike[str],
-    process: int,
-    seconds: float,
-    *,
-    clock: Callable[[], float] = time.monotonic,
+    self, folder: str | os.PathLike[str], process: int, seconds: float
   ):
     """Stores the limits; the context starts the watch.
 
@@ -50,18 +44,17 @@ class Watchdog:
       folder: work directory for the reports.
       process: 0-based index of this process.
       seconds: minimum time limit of a step; 0 disables the watchdog.
-      clock: returns seconds.
     """
-    self._folder, self._process = paths.at(folder), process
-    self._seconds, self._clock = seconds, clock
+    self._folder = paths.at(folder)
+    self._process, self._seconds = process, seconds
     # Seconds of recent parts.
     self._parts = {p: collections.deque[float](maxlen=50) for p in _PARTS}
-    self._last = (0, 'start', clock())
+    self._last = (0, 'start', time.monotonic())
     self._stop = threading.Event()
     self._thread = threading.Thread(target=self._watch, daemon=True)
 
   def __enter__(self) -> 'Watchdog':
-    self._last = (*self._last[:2], self._clock())
+    self._last = (*self._last[:2], time.monotonic())
     if self._seconds:
       self._thread.start()
     return self
@@ -79,7 +72,7 @@ class Watchdog:
       doing: the activity that begins: 'step', 'sample' or 'reward' (with their
         own limits), or 'compile', 'evaluate', 'save' or 'profile'.
     """
-    now = self._clock()
+    now = time.monotonic()
     last_step, last_doing, since = self._last
     # Compiling, evaluating and saving take longer, and would raise the median.
     follows = step == last_step + (last_doing == 'step')
@@ -98,7 +91,7 @@ class Watchdog:
 
   def hangs(self) -> bool:
     """Returns whether the last heartbeat is older than the limit."""
-    return self._clock() - self._last[2] > self.limit
+    return time.monotonic() - self._last[2] > self.limit
 
   def _watch(self) -> None:
     while not self._stop.wait(min(1.0, self._seconds / 10)):
@@ -106,8 +99,8 @@ class Watchdog:
         step, doing, since = self._last
         head = (
           f'process {self._process} hangs: {doing} at step {step} has taken'
-          f' {self._clock() - since:.0f} s; the limit is {self.limit:.0f} s.\n'
-          f'last barrier of this process: {distributed.last_barrier()}\n'
+          f' {time.monotonic() - since:.0f} s; the limit is {self.limit:.0f}'
+          f' s.\nlast barrier of this process: {distributed.last_barrier()}\n'
         )
         # The folder may hang too, and stderr may be closed or full.
         report = threading.Thread(

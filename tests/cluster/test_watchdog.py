@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 import textwrap
+import time
+import types
 
 import pytest
 
@@ -12,11 +14,12 @@ from encdec_adapt.cluster import watchdog
 from tests import tiny
 
 
-class Clock:
-  now = 0.0
-
-  def __call__(self):
-    return self.now
+@pytest.fixture
+def clock(monkeypatch):
+  """The time, `now`."""
+  clock = types.SimpleNamespace(now=0.0)
+  monkeypatch.setattr(time, 'monotonic', lambda: clock.now)
+  return clock
 
 
 @pytest.mark.parametrize(
@@ -27,9 +30,8 @@ class Clock:
     ([5, 5, 90, 5], 120),  # Too few steps for a median.
   ],
 )
-def test_the_limit_of_a_step(tmp_path, steps, limit):
-  clock = Clock()
-  watch = watchdog.Watchdog(tmp_path, 0, 10, clock=clock)
+def test_the_limit_of_a_step(tmp_path, steps, limit, clock):
+  watch = watchdog.Watchdog(tmp_path, 0, 10)
   for step, seconds in enumerate(steps):
     watch.beat(step)
     clock.now += seconds
@@ -47,9 +49,8 @@ def test_the_limit_of_a_step(tmp_path, steps, limit):
   assert watch.limit == limit
 
 
-def test_parts_of_a_step_have_limits_of_their_own(tmp_path):
-  clock = Clock()
-  watch = watchdog.Watchdog(tmp_path, 0, 1, clock=clock)
+def test_parts_of_a_step_have_limits_of_their_own(tmp_path, clock):
+  watch = watchdog.Watchdog(tmp_path, 0, 1)
   for step in range(6):
     for part, seconds in (('sample', 30), ('reward', 5), ('step', 1)):
       watch.beat(step, part)
