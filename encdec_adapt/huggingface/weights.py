@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 import dataclasses
 import functools
 import math
+import re
 from typing import Any
 
 import numpy as np
@@ -112,8 +113,7 @@ class Layout:
     head_by_value: whether a head is tied unless a tensor different from the
       table is stored, whatever config.json says.
     ignored: name prefixes of tensors unread by the class.
-    aliases: alternative prefix of a name -> prefix used here.
-    inner_aliases: alternative infix of a name -> infix used here.
+    aliases: pattern of an alternative part of a name -> part used here.
     modules: prefix used here -> prefix of the module in memory, if different.
     copies: name of a second copy of a tensor, from some writers -> name used by
       its class.
@@ -135,7 +135,6 @@ class Layout:
   head_by_value: bool = False
   ignored: tuple[str, ...] = ()
   aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
-  inner_aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
   modules: Mapping[str, str] = dataclasses.field(default_factory=dict)
   copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
   fused: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
@@ -143,11 +142,8 @@ class Layout:
 
   def canonical(self, name: str) -> str:
     """Returns the canonical spelling of a stored tensor name."""
-    for alias, infix in self.inner_aliases.items():
-      name = name.replace(alias, infix)
-    for alias, prefix in self.aliases.items():
-      if name.startswith(alias):
-        return prefix + name.removeprefix(alias)
+    for alias, part in self.aliases.items():
+      name = re.sub(alias, part, name)
     return name
 
   def in_memory(self, name: str) -> str:
@@ -191,7 +187,9 @@ def _fused(layer: Mapping[str, str]) -> Mapping[str, tuple[str, ...]]:
   }
 
 
-def _decoder_only(layer: Mapping[str, str], **options: Any) -> Layout:
+def _decoder_only(
+  layer: Mapping[str, str], aliases: Mapping[str, str] = {}, **options: Any
+) -> Layout:
   return Layout(
     layer=layer,
     stacks={'decoder': 'model.'},
@@ -199,9 +197,9 @@ def _decoder_only(layer: Mapping[str, str], **options: Any) -> Layout:
     head='lm_head.weight',
     # Text part of a multimodal model, as saved and as in memory.
     aliases={
-      'language_model.model.': 'model.',
-      'language_model.lm_head.': 'lm_head.',
-      'model.language_model.': 'model.',
+      r'^language_model\.(model|lm_head)\.': r'\1.',
+      r'^model\.language_model\.': 'model.',
+      **aliases,
     },
     **options,
   )
@@ -210,7 +208,7 @@ def _decoder_only(layer: Mapping[str, str], **options: Any) -> Layout:
 DECODER_ONLY_LLAMA = _decoder_only(LLAMA)
 DECODER_ONLY_MIXTRAL = _decoder_only(
   MIXTRAL,
-  inner_aliases={'.mlp.gate.': '.block_sparse_moe.gate.'},
+  {r'\.mlp\.gate\.': '.block_sparse_moe.gate.'},
   fused=_fused(MIXTRAL),
 )
 DECODER_ONLY_QWEN_MOE = _decoder_only(QWEN_MOE, fused=_fused(QWEN_MOE))
@@ -228,7 +226,7 @@ PAIR_T5GEMMA2 = Layout(
   stacks=_PAIR,
   embedder={'decoder': 'model.encoder.embed_tokens.'},
   head='lm_head.out_proj.weight',
-  aliases={'model.encoder.text_model.': 'model.encoder.'},
+  aliases={r'^model\.encoder\.text_model\.': 'model.encoder.'},
   modules={'model.encoder.': 'model.encoder.text_model.'},
   # Both stacks name the table in memory, and some writers save both names.
   copies={
