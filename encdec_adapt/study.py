@@ -129,8 +129,8 @@ def _pages(states: stage_states.States) -> dict[str, pages.Study]:
   found = {}
   for stage in states.stages.values():
     if stage.module == 'study':
-      place = states.values(stage)
-      arguments = [pages.fill(text, place) for text in stage.arguments]
+      values = states.values(stage)
+      arguments = [pages.fill(text, values) for text in stage.arguments]
       found[stage.name] = _load(_parse('study', arguments))
   return found
 

@@ -72,11 +72,11 @@ class State:
   environment: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   format: int = _FORMAT
 
-  def difference(self, here: Mapping[str, Any]) -> list[str]:
-    """Returns a line per difference of versions and cores from `here`."""
+  def difference(self, current: Mapping[str, Any]) -> list[str]:
+    """Returns a line per difference of versions and cores."""
     made_in = {key: self.environment.get(key) for key in ENVIRONMENT}
     return environment.difference(
-      made_in, {key: here.get(key) for key in ENVIRONMENT}
+      made_in, {key: current.get(key) for key in ENVIRONMENT}
     )
 
 
@@ -126,14 +126,14 @@ class States:
   def folder(self, stage: stages.Stage) -> paths.Path:
     """Returns the output folder of a stage."""
     root, name = self._finished_elsewhere(stage) or (self.root, None)
-    return root / (name or self._own(stage))
+    return root / (name or self._folder_name(stage))
 
   def state(self, stage: stages.Stage) -> State | None:
     """Returns the state of a stage; None if not started."""
-    state = _read(self._place(self.root, self._own(stage)))
+    state = _read(self._state_folder(self.root, self._folder_name(stage)))
     if state is None or state.status != FINISHED:
-      if place := self._finished_elsewhere(stage):
-        return _read(self._place(*place))
+      if location := self._finished_elsewhere(stage):
+        return _read(self._state_folder(*location))
     return state
 
   def status(self, stage: stages.Stage) -> str:
@@ -180,10 +180,10 @@ class States:
     Raises:
       InUseError: another worker runs the stage.
     """
-    place = self._place(self.root, self._own(stage))
+    folder = self._state_folder(self.root, self._folder_name(stage))
     if not self._name.exists():
       atomic.write_json(self._name, {'study': self._study})
-    with lock.hold(place):
+    with lock.hold(folder):
       state = self.state(stage) or State(stage.name, stage.identity)
       if state.status == FINISHED or (state.status == FAILED and not again):
         yield None
@@ -192,7 +192,7 @@ class States:
       state = dataclasses.replace(
         self._adopted(state, stage), status=RUNNING, error='', command=command
       )
-      with _timed(state, place):
+      with _timed(state, folder):
         yield state
       if state.status == FINISHED:
         self._add_to_index(stage)
@@ -200,13 +200,13 @@ class States:
   def adopt(self) -> None:
     """Updates stages of an earlier format to the current identity."""
     for stage in self.stages.values():
-      place = self._place(self.root, self._own(stage))
+      folder = self._state_folder(self.root, self._folder_name(stage))
       with contextlib.suppress(lock.InUseError):
-        state = _read(place)
+        state = _read(folder)
         if state and state.format < _FORMAT:
-          with lock.hold(place):
+          with lock.hold(folder):
             state = self._adopted(state, stage)
-            atomic.write_json(place / _STATE, dataclasses.asdict(state))
+            atomic.write_json(folder / _STATE, dataclasses.asdict(state))
             if state.status == FINISHED:
               self._add_to_index(stage)
 
@@ -223,11 +223,11 @@ class States:
     """
     for name in names:
       stage = self.stages[name]
-      place = self._place(self.root, self._own(stage))
-      if stage.module == 'study' and (state := _read(place)):
-        with contextlib.suppress(lock.InUseError), lock.hold(place):
+      folder = self._state_folder(self.root, self._folder_name(stage))
+      if stage.module == 'study' and (state := _read(folder)):
+        with contextlib.suppress(lock.InUseError), lock.hold(folder):
           state.status = RUNNING
-          atomic.write_json(place / _STATE, dataclasses.asdict(state))
+          atomic.write_json(folder / _STATE, dataclasses.asdict(state))
 
   def discard_others(self, cores: int) -> None:
     """Removes stages made with other versions or numbers of cores.
@@ -237,30 +237,30 @@ class States:
     Args:
       cores: number of cores of a worker.
     """
-    here, removed = {**environment.versions(), 'cores': cores}, set()
+    current, removed = {**environment.versions(), 'cores': cores}, set()
     for name, stage in self.stages.items():
-      state = _read(self._place(self.root, self._own(stage)))
-      if removed & {*stage.reads} or (state and state.difference(here)):
+      state = _read(self._state_folder(self.root, self._folder_name(stage)))
+      if removed & {*stage.reads} or (state and state.difference(current)):
         removed.add(name)
         self._discard(stage)
 
   def _discard(self, stage: stages.Stage) -> None:
-    name = self._own(stage)
+    name = self._folder_name(stage)
     # Another worker may have started this stage: it has already discarded it.
     with contextlib.suppress(lock.InUseError):
-      with lock.hold(self._place(self.root, name)):
-        (self._place(self.root, name) / _STATE).unlink(missing_ok=True)
+      with lock.hold(self._state_folder(self.root, name)):
+        (self._state_folder(self.root, name) / _STATE).unlink(missing_ok=True)
         if (self.root / name).exists():
           paths.remove(self.root / name)
 
-  def _own(self, stage: stages.Stage) -> str:
-    folder, state = stage.name, _read(self._place(self.root, stage.name))
+  def _folder_name(self, stage: stages.Stage) -> str:
+    folder, state = stage.name, _read(self._state_folder(self.root, stage.name))
     if state and state.format < _FORMAT:
       # After a change of the page, its last version has another folder.
       for entry in self._indexed(f'"name": "{stage.name}"'):
         if entry['root'] == str(self.root):
           folder = entry['folder']
-      state = _read(self._place(self.root, folder))
+      state = _read(self._state_folder(self.root, folder))
     is_earlier = state is not None and state.format < _FORMAT
     if state is None or is_earlier or state.identity == stage.identity:
       return folder
@@ -272,20 +272,20 @@ class States:
       if text.encode() in line:
         yield json.loads(line)
 
-  def _place(self, root: paths.Path, folder: str) -> paths.Path:
+  def _state_folder(self, root: paths.Path, folder: str) -> paths.Path:
     return root / 'stages' / folder
 
   def _finished_elsewhere(
     self, stage: stages.Stage
   ) -> tuple[paths.Path, str] | None:
-    state = _read(self._place(self.root, self._own(stage)))
+    state = _read(self._state_folder(self.root, self._folder_name(stage)))
     if not self._shared or (state and state.status == FINISHED):
       return None
     for entry in itertools.chain(
       self._indexed(stage.identity), self._indexed(f'"name": "{stage.name}"')
     ):
       root, folder = paths.at(entry['root']), entry['folder']
-      state = _read(self._place(root, folder))
+      state = _read(self._state_folder(root, folder))
       # The folder may have been removed since.
       if state and state.status == FINISHED and (root / folder).exists():
         if state.identity == stage.identity or (
@@ -318,7 +318,7 @@ class States:
 
   def _add_to_index(self, stage: stages.Stage) -> None:
     entry = {'identity': stage.identity, 'name': stage.name}
-    entry |= {'root': str(self.root), 'folder': self._own(stage)}
+    entry |= {'root': str(self.root), 'folder': self._folder_name(stage)}
     while True:
       with contextlib.suppress(lock.InUseError):
         # Two writers of a bucket's object would replace each other's lines.
@@ -331,13 +331,13 @@ class States:
 
 
 @contextlib.contextmanager
-def _timed(state: State, place: paths.Path) -> Iterator[None]:
+def _timed(state: State, folder: paths.Path) -> Iterator[None]:
   """Accumulates the time of a state, also on disk, to survive a kill."""
   before, start, stop = state.seconds, time.monotonic(), threading.Event()
 
   def write() -> None:
     state.seconds = before + time.monotonic() - start
-    atomic.write_json(place / _STATE, dataclasses.asdict(state))
+    atomic.write_json(folder / _STATE, dataclasses.asdict(state))
 
   def beat() -> None:
     while not stop.wait(_BEAT):
@@ -354,7 +354,7 @@ def _timed(state: State, place: paths.Path) -> Iterator[None]:
     write()
 
 
-def _read(place: paths.Path) -> State | None:
-  if not (place / _STATE).exists():
+def _read(folder: paths.Path) -> State | None:
+  if not (folder / _STATE).exists():
     return None
-  return State(**({'format': 1} | atomic.read_json(place / _STATE)))
+  return State(**({'format': 1} | atomic.read_json(folder / _STATE)))

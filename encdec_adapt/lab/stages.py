@@ -285,16 +285,15 @@ class _Resolver:
     `reader` is the seed for its input arms; `steps` is None for the
     configuration's steps; `rate` is the stage of a learning-rate sweep, or ''.
     """
-    settings, config = self._config(arm)
+    config = self._config(arm)[1].copy_and_resolve_references()
     records = self._records(arm, reader)
     starts, reads = self._filled(arm.starts_texts, reader)
     changes = dict(zip(arm.starts, starts, strict=True))
     changes |= {'seed': seed, 'data.folder': f'{{{records.name}}}'}
+    config.seed = seed
     if steps is not None:
-      changes['train.steps'] = steps
-      settings = dataclasses.replace(
-        settings, train=dataclasses.replace(settings.train, steps=steps)
-      )
+      config.train.steps = changes['train.steps'] = steps
+    settings = config_lib.load(config, '{workdir}')
     if rate:
       changes[_RATE] = f'{{{rate}}}'
     values = environment.flat(config.to_dict()) | changes
@@ -313,7 +312,7 @@ class _Resolver:
       self._identity({'module': 'train', 'config': _changed(values)}, name),
       model=arm.name,
       seed=seed,
-      settings=dataclasses.replace(settings, seed=seed),
+      settings=settings,
       values=values,
       flops=self._step(arm, settings).flops * settings.train.steps,
     )

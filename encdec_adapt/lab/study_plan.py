@@ -248,8 +248,8 @@ def _steps(
 ) -> Mapping[str, Mapping[str, float]]:
   shapes = {_shape(study, x): x.settings for x in trained}
   function = plan if study.topology else measure
-  where = study.topology or study.platform
-  return plan_results.find(states, _STEPS, shapes, function, where)
+  target = study.topology or study.platform
+  return plan_results.find(states, _STEPS, shapes, function, target)
 
 
 def _job(
