@@ -277,7 +277,10 @@ def test_any_model_is_said_by_a_configuration(merged):
       "kind is 'labels', and .* give the model 'tokens'",
     ),
     (['model.head.kind=reward'], "'reward', and .* give the model 'tokens'"),
-    (['model.decoder.rope_scaling.low=2'], "low is 2.0 with .*kind 'none'"),
+    (
+      ['model.decoder.rope_scaling.low=2'],
+      "low is 2.0, .* is 'none'",
+    ),
     (['model.decoder.positions.buckets=8'], "buckets is 8, .* is 'rotary'"),
     (['model.decoder.kv_heads=3'], 'model.decoder: heads .4.'),
     (['model.kind=encoder_decoder'], 'feeds models of kind decoder_only'),

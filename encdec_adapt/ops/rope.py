@@ -47,12 +47,10 @@ class Scaling:
     unread = keys.defaults(type(self))
     for name in ('kind', *NUMBERS[self.kind]):
       del unread[name]
-    for name, default in unread.items():
-      if (value := getattr(self, name)) != default:
-        raise errors.UserError(
-          f'rope_scaling.{name} is {value!r} with rope_scaling.kind'
-          f' {self.kind!r}, which does not read it; leave it at {default!r}.'
-        )
+    reason = f'rope_scaling.kind is {self.kind!r}'
+    keys.require_defaults(
+      keys.values_of(self), unread, 'rope_scaling.', reason
+    )
     if self.low >= self.high:
       raise errors.UserError(
         f'rope_scaling.low is {self.low} and rope_scaling.high {self.high};'
