@@ -48,9 +48,7 @@ class Scaling:
     for name in ('kind', *NUMBERS[self.kind]):
       del unread[name]
     reason = f'rope_scaling.kind is {self.kind!r}'
-    keys.require_defaults(
-      keys.values_of(self), unread, 'rope_scaling.', reason
-    )
+    keys.require_defaults(keys.values_of(self), unread, 'rope_scaling.', reason)
     if self.low >= self.high:
       raise errors.UserError(
         f'rope_scaling.low is {self.low} and rope_scaling.high {self.high};'

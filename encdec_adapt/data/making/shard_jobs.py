@@ -10,6 +10,7 @@ Only processes that read a source `tfds:` or `seqio:` import TensorFlow.
 import collections
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import dataclasses
+import functools
 import gc
 import heapq
 import os
@@ -75,6 +76,11 @@ class ShardJob:
     """Part of the shard."""
     return self.parts[self.key.part]
 
+  @functools.cached_property
+  def objective(self) -> example_maker.Objective:
+    """Objective of the training rows of the part."""
+    return objective_names.parse_one(self.part.objective)
+
   def __str__(self) -> str:
     return (
       f'shard {self.key.shard} of {self.spec.shards}, {self.part}, pass'
@@ -125,12 +131,11 @@ def open_sources(
   Raises:
     UserError: a source is missing or has no text.
   """
-  documents = objective.maker.documents
   return mixtures.open_parts(
-    mixtures.having(spec.source, documents, spec.modules),
+    spec.source,
     max_bytes=spec.max_bytes,
     seqio_modules=spec.modules,
-    pairs=documents == 'pairs',
+    kind=objective.maker.documents,
     skip_bad=spec.bad_documents == 'skip',
     left_out=left_out or {},
     cut=cut,
@@ -172,8 +177,7 @@ def read_examples(
   # Full collections would repeatedly traverse the pairs waiting to be packed: a
   # twentieth of the time on short documents.
   gc.set_threshold(100_000)
-  spec, opened = job.spec, job.choice.open()
-  objective = objective_names.parse_one(job.part.objective)
+  spec, opened, objective = job.spec, job.choice.open(), job.objective
   if spec.split == 'eval':
     objective = objective_names.for_evaluation(objective)
   maker = make_maker(spec, objective, opened)
@@ -236,8 +240,7 @@ def write_shard(
       yield example
 
   pack = packing.pack_pairs if spec.pack else packing.single_pairs
-  objective = objective_names.parse_one(job.part.objective)
-  rows = pack(examples(), objective.rows.capacity(spec.lengths))
+  rows = pack(examples(), job.objective.rows.capacity(spec.lengths))
   if spec.max_rows:
     # Differences of rounded bounds: the shards' shares differ by at most one
     # row and sum to max_rows, computed independently.

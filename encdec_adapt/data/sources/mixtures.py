@@ -197,27 +197,12 @@ def parse(text: str) -> list[tuple[str, float]]:
   return list(weights.items())
 
 
-def having(text: str, kind: str, seqio_modules: tuple[str, ...] = ()) -> str:
-  """Returns the sources of a mixture with documents of a kind.
-
-  Args:
-    text: sources and weights, see the module's docstring.
-    kind: kind of documents, as `document_source.Source.document_kind`.
-    seqio_modules: see `open_parts`.
-  """
-  return ' + '.join(
-    f'{name}@{weight}'
-    for name, weight in parse(text)
-    if kind in text_sources.document_kinds(name, seqio_modules)
-  )
-
-
 def open_parts(
   text: str,
   *,
   max_bytes: int = 0,
   seqio_modules: tuple[str, ...] = (),
-  pairs: bool = False,
+  kind: str = '',
   skip_bad: bool = False,
   left_out: Mapping[str, frozenset[str]] = types.MappingProxyType({}),
   cut: frozenset[str] | None = None,
@@ -228,7 +213,8 @@ def open_parts(
     text: sources and weights, see the module's docstring.
     max_bytes: cap on the bytes of each source; 0 for none.
     seqio_modules: modules that register sources and SeqIO tasks.
-    pairs: whether SeqIO tasks give pairs of texts.
+    kind: kind of documents (`document_source.Source.document_kind`); sources of
+      other kinds are left out. '' opens all sources.
     skip_bad: whether unreadable documents are skipped.
     left_out: source name -> ids of dropped documents.
     cut: result of `cut_sources`; None to determine it at the first draw.
@@ -238,6 +224,8 @@ def open_parts(
   """
   opened = []
   for name, weight in parse(text):
+    if kind and kind not in text_sources.document_kinds(name, seqio_modules):
+      continue
     if not name.startswith(text_sources.SEQIO):
       source = text_sources.open_source(name, max_bytes, seqio_modules)
       opened.append((source, weight, None))
@@ -248,7 +236,7 @@ def open_parts(
     # Registers the task or mixture.
     text_sources.import_modules(seqio_modules)
     for task, rate in seqio_source.rates(name).items():
-      source = seqio_source.SeqioSource(task, max_bytes, pairs=pairs)
+      source = seqio_source.SeqioSource(task, max_bytes, pairs=kind == 'pairs')
       opened.append((source, weight, rate))
   parts, names = [], set()
   for source, weight, rate in opened:

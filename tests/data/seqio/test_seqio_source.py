@@ -57,10 +57,8 @@ def modules(tmp_path_factory):
   sys.path.remove(str(folder))
 
 
-def _open(name, pairs=True):
-  return mixtures.open_parts(
-    name, seqio_modules=('foreign_tasks',), pairs=pairs
-  )
+def _open(name, kind='pairs'):
+  return mixtures.open_parts(name, seqio_modules=('foreign_tasks',), kind=kind)
 
 
 def test_a_task_gives_pairs_or_text():
@@ -69,7 +67,7 @@ def test_a_task_gives_pairs_or_text():
   assert len(documents) == 100
   assert json.loads(documents[3].text) == ['question small 3', 'answer 3']
   assert documents[3].id == 'foreign_small:train:0:3'
-  (part,) = _open('seqio:foreign_small:train', pairs=False)
+  (part,) = _open('seqio:foreign_small:train', kind='text')
   assert next(part.source.documents()).text == 'answer 0'
   assert part.source.fingerprint() == part.source.fingerprint()
 
@@ -89,7 +87,7 @@ def test_shards_read_the_files_of_a_task(tmp_path):
     ],
     output_features={},
   )
-  (part,) = _open('seqio:foreign_lines', pairs=False)
+  (part,) = _open('seqio:foreign_lines', kind='text')
   texts = {doc.id: doc.text for doc in part.source.documents()}
   assert texts['foreign_lines:train:2:line 3'] == 'file 2 line 3'
   assert len(texts) == 10
@@ -108,7 +106,7 @@ def test_features_that_are_not_encoded_are_read_as_they_are():
   )
   assert [doc.text for doc in part.source.documents()] == ['one', 'three']
   assert part.source.counts['bad_documents'] == 1
-  (part,) = _open('seqio:encdec_adapt_causal_lm', pairs=False)
+  (part,) = _open('seqio:encdec_adapt_causal_lm', kind='text')
   with pytest.raises(errors.UserError, match='needs the lengths'):
     next(part.source.documents())
 

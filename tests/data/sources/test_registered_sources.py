@@ -14,8 +14,7 @@ MODULE = ('encdec_adapt.configs.lookups',)
 
 def first_document(name):
   """Opens a source as a shard does, with the modules of its record set."""
-  mixture = mixtures.having(name, 'pairs', MODULE)
-  (part,) = mixtures.open_parts(mixture, seqio_modules=MODULE)
+  (part,) = mixtures.open_parts(name, seqio_modules=MODULE, kind='pairs')
   return next(part.source.documents()).id
 
 
