@@ -1,10 +1,11 @@
-"""Transformer stacks and models: configs, parameters, forward pass, KV caches.
+"""Transformer stacks and models.
 
-Calls `ops` for all arithmetic except projections; imports nothing of training,
-sharding or data. Axes have logical names, and the caller maps them to a mesh
+Owns shapes, parameters, the forward pass and key/value caches. Calls `ops` for
+all arithmetic except projections; imports nothing of training, sharding or
+data. Axes have logical names, and the caller maps them to a mesh
 (`ops.partition.use`).
 
-Letters of shapes and einsum equations, everywhere in the package:
+Letters in shapes and einsum equations, everywhere in the package:
 
   B batch          D model width        N query heads      V vocabulary rows
   S encoder length E encoder width      K key/value heads  R repeats of the
@@ -12,13 +13,13 @@ Letters of shapes and einsum equations, everywhere in the package:
   L either length    attention)         H head dim           `layers` axis)
                    F mlp width          X experts
 
-The parameter tree is plain nested dicts of float32 arrays:
+The parameter tree consists of nested dicts of float32 arrays:
 
   {'encoder': STACK, 'decoder': STACK}, or {'decoder': STACK}
   STACK: embedder/table, blocks/layer_j/BLOCK with leading R, tail/layer_j/
     BLOCK without (lead/layer_j/BLOCK before layers with experts),
-    final_norm/scale, and head/table if it is not tied
+    final_norm/scale, and head/table if untied
   BLOCK: see `block.Block`
 
-`layers_index` is the only place that maps a layer number to its leaves.
+Only `layers_index` maps layer numbers to leaves.
 """

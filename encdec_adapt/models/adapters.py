@@ -1,8 +1,8 @@
 """Low-rank adapters (LoRA, arXiv:2106.09685) of a model over a frozen base.
 
-Determines the trained and the frozen parameters of a model, the table of the
-trained parameters, and the tree to apply the model with, in which
-`ops.kernel_forms` replace kernels. `stored` reads the base.
+Trainable and frozen parameters of a model, the table of the trainable
+parameters, and the tree of parameters for `apply`, with `ops.kernel_forms` in
+place of kernels. `stored` reads the base.
 """
 
 from collections.abc import Mapping
@@ -23,9 +23,8 @@ LABEL = 'config.train.lora'
 A, B = 'lora_a', 'lora_b'  # Below the path of the kernel.
 BASES = ('', 'int8', 'nf4')
 _PROJECTIONS = frozenset('query key value output gate up down'.split())
-# Names of modules where those of targets differ: the dense feed-forward beside
-# the experts of a layer counts as such, and projections of an embedding model
-# are its head.
+# Target names of modules with other names: the shared expert of a layer is an
+# 'mlp', and the projections of an embedding model are its 'head'.
 _PARTS = {'embedder': 'embeddings', 'shared': 'mlp', 'embedding': 'head'}
 
 
@@ -75,7 +74,7 @@ class Options:
 
   @property
   def numerator(self) -> float:
-    """Numerator of `scale`: alpha, or by default twice the rank."""
+    """Numerator of `scale`: alpha, by default twice the rank."""
     return self.alpha or 2.0 * self.rank
 
   @property
@@ -87,7 +86,7 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class Adapters:
-  """The adapters of a model, without arrays.
+  """The adapters of a model; holds no arrays.
 
   Attributes:
     model: the model with the base's parameters.
@@ -121,7 +120,7 @@ class Adapters:
     """Paths of the fully trained parameters."""
     names = {path: _names(path) for path in self._base_table}
     paths = self._matches('full', names)
-    # Training begins with these, so that they cannot stay as they are.
+    # Heads other than token heads may start untrained, so they always train.
     head = self.model.decoder.head
     fresh = head.fresh if head.predicts_tokens else head.modules
     paths |= {path for path in names if path.split('/')[1] in fresh}
@@ -143,18 +142,18 @@ class Adapters:
 
   @functools.cached_property
   def frozen(self) -> tuple[str, ...]:
-    """Paths of the base's parameters, in the order of the parameter table."""
+    """Paths of the frozen parameters, in the order of the parameter table."""
     return tuple(path for path in self._base_table if path not in self.full)
 
   @functools.cached_property
   def quantized(self) -> frozenset[str]:
-    """Paths of the base's quantised parameters."""
+    """Paths of the quantised frozen parameters."""
     paths = self.frozen if self.options.base else ()
     return frozenset(p for p in paths if _is_projection(p, self._base_table[p]))
 
   @functools.cached_property
   def table(self) -> Mapping[str, parameters.ParamInfo]:
-    """Path of every trained parameter to its shape and logical axes."""
+    """Shape, dtype and logical axes of every trainable parameter by path."""
     table = {path: self._base_table[path] for path in self.full}
     for path in self.kernels:
       info, (start, middle) = self._base_table[path], self._split(path)
@@ -168,17 +167,17 @@ class Adapters:
     return table
 
   def init(self, rng: jax.Array) -> dict[str, Any]:
-    """Initialises the adapters like PEFT: their update is zero.
+    """Initialises the adapters as PEFT does, with an update of zero.
 
     A is uniform in +-1 / sqrt(inputs), `kaiming_uniform_(a=sqrt(5))` in torch,
-    and B zero; of a table A is zero and B normal
+    and B zero; for tables A is zero and B normal
     (peft.tuners.lora.layer.LoraLayer.reset_lora_parameters).
 
     Args:
       rng: random key.
 
     Returns:
-      Nested parameters of the adapters alone.
+      Nested parameters, without the fully trained parameters.
     """
     flat = {}
     for i, path in enumerate(self.kernels):
@@ -199,8 +198,8 @@ class Adapters:
 
     Args:
       base: the frozen parameters, nested.
-      trained: parameters of `table`, nested; kernels without an adapter come
-        from the base.
+      trained: parameters of `table`, nested; kernels without adapters there
+        stay as in the base.
       key: random key of dropout; None for no dropout.
     """
     flat = traverse_util.flatten_dict(base, sep='/')
@@ -218,12 +217,12 @@ class Adapters:
     return traverse_util.unflatten_dict(flat, sep='/')
 
   def freeze(self, path: str, kernel: jax.Array, dtype: Any) -> Any:
-    """Casts or quantises a parameter of the base.
+    """Casts or quantises a frozen parameter.
 
     Args:
       path: path of the parameter.
       kernel: the parameter, float32 or as stored.
-      dtype: dtype of kernels, the compute dtype; norms are float32.
+      dtype: compute dtype, for kernels; norms are float32.
 
     Returns:
       An array, or `Quantized` for the paths in `quantized`.
@@ -240,22 +239,22 @@ class Adapters:
 
     Args:
       path: path of the parameter.
-      leaf: the result of `freeze`, or its shapes.
+      leaf: result of `freeze`, or its shapes.
 
     Returns:
-      A tuple of names; for `Quantized` a tuple in place of each array.
+      A tuple of names; for `Quantized`, a tuple in place of each array.
     """
     info = self._base_table[path]
     if not isinstance(leaf, kernel_forms.Quantized):
       return info.axes
-    # The inputs of a channel, or the blocks, are not divided.
+    # Scales are not sharded along dimensions they reduce: inputs or blocks.
     sizes = zip(info.axes, info.shape, leaf.scale.shape, strict=True)
     scale = tuple(name if size == n else None for name, size, n in sizes)
     return leaf.replace(values=info.axes, scale=scale)
 
   @property
   def description(self) -> str:
-    """The trained parameters, for users."""
+    """Summary of the trainable parameters, for users."""
     count = sum(math.prod(info.shape) for info in self.table.values())
     return f'{count:,} parameters train; adapters of {self.options}'
 
@@ -264,9 +263,9 @@ class Adapters:
     return parameters.parameter_table(self.model)
 
   def _split(self, path: str) -> tuple[int, int]:
-    """Returns the first dimension of a kernel's inputs, and of its outputs."""
+    """Returns the first dimension of a kernel's inputs and of its outputs."""
     start = int(layers_index.is_stacked(path))
-    # A table multiplies one-hot tokens.
+    # A table is a product with one-hot tokens.
     inputs = 1 if _is_table(path) else len(self._base_table[path].inputs)
     return start, start + inputs
 
@@ -286,13 +285,13 @@ class Adapters:
   def _matches(
     self, option: str, names: Mapping[str, frozenset[str]]
   ) -> set[str]:
-    """Returns the paths that match the names of an option.
+    """Returns the paths matched by the names of an option.
 
-    A name such as 'decoder/mlp' must match both parts.
+    Each part of a name such as 'decoder/mlp' must match.
 
     Args:
       option: 'targets' or 'full'.
-      names: path of every parameter to the names of its parts.
+      names: names of the parts of every parameter, by path.
 
     Raises:
       UserError: a name matches nothing.
@@ -318,20 +317,20 @@ def make(model: model_config.ModelConfig, options: Options) -> Adapters | None:
   """Returns the adapters of a model; None for rank 0.
 
   Raises:
-    UserError: the options do not suit the model.
+    UserError: the options are invalid for the model.
   """
   return Adapters(model, options) if options.rank else None
 
 
 def name_of(path: str) -> str:
-  """Returns the name in `targets` or `full` of this parameter in all layers."""
+  """Returns the name of a parameter, of all layers, in `targets` or `full`."""
   stack, *_, module, leaf = path.split('/')
   return f'{stack}/{_PARTS.get(module, module)}/{leaf}'
 
 
 def _names(path: str) -> frozenset[str]:
-  """Returns the names that match a parameter: of stack, part and projection."""
-  # A stack's relative position bias lies in no module.
+  """Returns the names of a parameter: stack, part, projection and groups."""
+  # A stack's relative position bias is in no module.
   stack, *_, leaf = path.split('/')
   module = path.split('/')[-2]
   names = {stack, leaf, _PARTS.get(module, module)}

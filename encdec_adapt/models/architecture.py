@@ -1,9 +1,9 @@
 """Architectures: how each kind of model reads batches, prompts and contexts.
 
-The architecture is part of a model's config (`config.architecture`). Training,
-evaluation, inference and planning ask this object instead of testing types.
-Each stack reads the fields of one side of a batch
-(`objectives.framing`): `{side}_tokens`, `{side}_segments`, `{side}_positions`.
+`ModelConfig.architecture` is the architecture of a model. Training, evaluation,
+inference and planning call it instead of checking types. Each stack reads the
+fields of one side of a batch (`objectives.framing`): `{side}_tokens`,
+`{side}_segments`, `{side}_positions`.
 
 | architecture    | stack   | side in batches of pairs | without inputs |
 |-----------------|---------|--------------------------|----------------|
@@ -14,14 +14,14 @@ Each stack reads the fields of one side of a batch
 | encoder         | decoder | encoder                  |                |
 
 The teacher's row holds the inputs of a pair, then its targets. A single stack
-with a head for whole texts (`heads`) reads the sides of an encoder (`reader`),
+with a head over whole texts (`heads`) reads the encoder side (`reader`),
 whatever the role of its stack.
 
-A batch may have a group of G completions for each of P prompts: fields of
+Batches may have a group of G completions for each of P prompts: fields of
 decoder, teacher and targets are then [P, G, L]. An encoder reads each prompt
-once, [P, S]; rows of the teacher repeat it.
+once, [P, S]; the teacher's rows repeat it.
 
-Configs and models import this module.
+Configs and models import this module, which imports neither.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,12 +43,12 @@ Ids = Sequence[int | np.integer] | np.ndarray
 
 
 class Framed(NamedTuple):
-  """Tokens to score a continuation of a context.
+  """A context and its continuation, framed for scoring.
 
   Attributes:
-    source: tokens of the encoder; none if the decoder reads the context.
-    tokens: tokens of the decoder.
-    prefix: number of context tokens among the decoder's.
+    source: encoder tokens; empty if the decoder reads the context.
+    tokens: decoder tokens.
+    prefix: number of context tokens among the decoder tokens.
   """
 
   source: tuple[int, ...]
@@ -58,20 +58,20 @@ class Framed(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-  """Base class; itself a decoder of inputs and targets in one row.
+  """Base class, and decoders that read inputs and targets in one row.
 
   Attributes:
     name: `config.model.kind`.
-    role: self-attention of the decoder's stack.
-    prompt_stack: name of the stack that reads a prompt.
-    has_encoder: whether `encode` returns states that see a whole text.
-    generates: whether it predicts next tokens, and so generates text and scores
+    role: self-attention of the decoder stack.
+    prompt_stack: name of the stack that reads prompts.
+    has_encoder: whether `encode` returns states of whole texts.
+    generates: whether it predicts next tokens, to generate text and score
       continuations.
-    predicts_inputs: whether it can also learn the inputs of a pair.
-    rows: supported contents of training rows: sides filled by an objective
-      ('pair', 'decoder', 'encoder'), or the contents of a `reader`.
-    sides_of_pairs: stack -> its side in batches of pairs.
-    sides_of_texts: stack -> its side in batches without inputs.
+    predicts_inputs: whether it can also be trained on the inputs of a pair.
+    rows: supported contents of training rows: the sides filled by an objective
+      ('pair', 'decoder', 'encoder'), or the rows of a `reader`.
+    sides_of_pairs: stack -> side it reads in batches of pairs.
+    sides_of_texts: stack -> side it reads in batches without inputs.
   """
 
   name: str
@@ -81,13 +81,13 @@ class Architecture:
   generates: bool = True
   predicts_inputs: bool = False
   rows: tuple[str, ...] = ('pair',)
-  # Attributes of the class, as fields cannot default to a dict.
+  # Class attributes, because fields cannot default to a dict.
   sides_of_pairs: ClassVar[Mapping[str, str]] = {'decoder': 'teacher'}
   sides_of_texts: ClassVar[Mapping[str, str]] = {'decoder': 'decoder'}
 
   @property
   def encodes_prompt(self) -> bool:
-    """Whether an encoder reads the prompt, and a decoder its continuation."""
+    """Whether an encoder reads the prompt and a decoder its continuation."""
     return self.prompt_stack == 'encoder'
 
   @property
@@ -100,7 +100,7 @@ class Architecture:
 
     Args:
       model: name of the model, the subject of the message.
-      remedy: end of the message, with the remedy.
+      remedy: what to do instead, the end of the message.
 
     Raises:
       UserError: it is encoder-only, or its head predicts no tokens.
@@ -125,12 +125,12 @@ class Architecture:
 
   @property
   def framing_side(self) -> str:
-    """Side whose framing a prompt has; see `special_ids.SideIds.edges`."""
-    # A single stack that reads whole texts is the stack 'decoder'.
+    """Side that frames prompts; see `special_ids.SideIds.edges`."""
+    # A single stack over whole texts is also named 'decoder'.
     return 'encoder' if self.has_encoder else 'decoder'
 
   def sides(self, has_inputs: bool) -> Mapping[str, str]:
-    """Returns the side of a batch that each stack reads, by stack.
+    """Returns the side of a batch each stack reads, by stack.
 
     Args:
       has_inputs: whether the batch has the encoder's fields.
@@ -144,7 +144,7 @@ class Architecture:
   def source(
     self, model: Any, params: Params, fields: Fields, **options: Any
   ) -> tuple[Array, ...]:
-    """Computes the encoder's output for `model.decode`.
+    """Computes the encoder arguments of `model.decode`.
 
     Args:
       model: the model (`models.build`).
@@ -170,13 +170,13 @@ class Architecture:
     Args:
       model: the model.
       params: parameters of the model.
-      fields: tokens, segments and positions of each stack, by its name.
+      fields: tokens, segments and positions of each stack, by name.
       **options: as for `source`, and `prefix` of
         `base_model.BaseModel.decode`.
     """
     source = self.source(model, params, fields.get('encoder', ()), **options)
     rows = len(fields['decoder'][0])
-    if source and rows > len(source[0]):  # Every row of a group reads it.
+    if source and rows > len(source[0]):  # Shared by a group.
       source = [jnp.repeat(x, rows // len(x), axis=0) for x in source]
     return model.decode(params, *fields['decoder'], *source, **options)
 
@@ -188,18 +188,18 @@ class Architecture:
     Args:
       model: the model.
       params: parameters of the model.
-      batch: fields of `objectives.framing`; of a group [P, G, L].
+      batch: fields of `objectives.framing`; [P, G, L] for groups.
       **options: as for `source`.
 
     Returns:
-      The states; of groups B is P * G, prompt by prompt.
+      The states; for groups, B is P * G, prompt by prompt.
     """
     batch = _flat(batch)
     hidden = self._read(model, params, batch, **options)
     if self.sides('encoder_tokens' in batch)['decoder'] != 'teacher':
       return hidden
-    # The row of a pair has more positions than targets: select the positions of
-    # the targets, in the layout of an encoder-decoder.
+    # The row of a pair has more positions than targets: gather the targets'
+    # positions, to align them with an encoder-decoder's.
     return jnp.take_along_axis(
       hidden, batch['teacher_index'][..., None], axis=1
     )  # [B, T, D]
@@ -207,17 +207,17 @@ class Architecture:
   def read_answers(
     self, model: Any, params: Params, batch: Batch, **options: Any
   ) -> Float[Array, 'B D']:
-    """Computes the final states of whole answers, including their ends.
+    """Computes the states at the last token of each answer.
 
     Args:
       model: the model.
       params: parameters of the model.
       batch: fields of `objectives.framing`; rows hold a single pair, with room
-        for BOS before the n targets of the decoder.
+        for BOS before its targets in the decoder's row.
       **options: as for `source`.
 
     Returns:
-      The states; of groups B is P * G, prompt by prompt.
+      The states; for groups, B is P * G, prompt by prompt.
     """
     batch = _flat(batch)
     side = self.sides('encoder_tokens' in batch)['decoder']
@@ -237,59 +237,59 @@ class Architecture:
       stack: [batch[f'{side}_{x}'] for x in ('tokens', 'segments', 'positions')]
       for stack, side in sides.items()
     }
-    # Only rows of pairs have inputs, and so the option `prefix`.
+    # Only rows of pairs have inputs, hence the option `prefix`.
     if sides['decoder'] == 'teacher':
       options['prefix'] = self.prefix(batch)
     return self.states(model, params, fields, **options)
 
   def prefix(self, batch: Batch) -> Int[Array, 'B R'] | None:
-    """Returns 1 at bidirectional positions of the teacher's row."""
+    """Returns 1 at the bidirectional positions of the teacher's row."""
     del batch
     return None
 
   def frame(self, context: Ids, continuation: Ids, bos: int) -> Framed:
-    """Returns the tokens to score a continuation.
+    """Frames a continuation for scoring.
 
     Args:
       context: token ids, BOS first.
       continuation: token ids.
-      bos: first token of a decoder that does not read the context.
+      bos: first token of a decoder without the context.
     """
     del bos
-    # The prediction of the last token is not scored.
+    # The last token is only predicted, not read.
     tokens = [*context, *continuation[:-1]]
     return Framed((), tokens, len(context))
 
   def prefill(
     self, model: Any, params: Params, fields: Fields, bos: Int[Array, ''] | int
   ) -> tuple[dict[str, Any], Int[Array, 'B n']]:
-    """Reads prompts to generate from.
+    """Computes the cache entries of prompts.
 
     Args:
       model: the model.
       params: parameters of the model.
       fields: tokens, segments (1 at tokens, 0 at padding) and positions of the
         prompts.
-      bos: first token of a decoder that does not read the prompt.
+      bos: first token of a decoder without the prompt.
 
     Returns:
-      Arguments of `cache.insert`, and the tokens of the decoder; the first
-      `model.decode_step` reads the last of them.
+      Arguments of `kv_cache.insert`, and the decoder's tokens. The last token
+      is the input of the first `model.decode_step`.
     """
     del bos
     tokens, segments, _ = fields
     counts = jnp.sum(segments, axis=1)
     entries = model.prefill(params, *fields)
     last = jnp.take_along_axis(tokens, counts[:, None] - 1, axis=1)
-    # Repeat the last token at the padding: repetition penalties must not count
-    # the padding id.
+    # Replaces padding by the last token: repetition penalties must not apply to
+    # padding.
     tokens = jnp.where(segments > 0, tokens, last)
     return {'prompt': entries, 'lengths': counts}, tokens
 
 
 @dataclasses.dataclass(frozen=True)
 class PrefixDecoder(Architecture):
-  """A decoder that is bidirectional over the inputs of a pair."""
+  """A decoder with bidirectional attention over the inputs of a pair."""
 
   name: str = 'prefix_decoder'
   role: str = 'prefix'
@@ -301,7 +301,7 @@ class PrefixDecoder(Architecture):
 
 @dataclasses.dataclass(frozen=True)
 class Encoder(Architecture):
-  """A bidirectional stack that predicts masked tokens, or a `reader`."""
+  """A bidirectional stack for masked tokens, or a `reader`."""
 
   name: str = 'encoder_only'
   role: str = 'bidirectional'
@@ -320,7 +320,7 @@ class Encoder(Architecture):
 
 @dataclasses.dataclass(frozen=True)
 class EncoderDecoder(Architecture):
-  """An encoder that reads inputs, and a decoder with cross-attention."""
+  """An encoder of the inputs and a decoder with cross-attention."""
 
   name: str = 'encoder_decoder'
   role: str = 'causal'
@@ -332,7 +332,7 @@ class EncoderDecoder(Architecture):
   }
 
   def positions(self, prompt: int, generated: int) -> dict[str, int]:
-    """Returns the lengths of the prompt (encoder) and the rest (decoder)."""
+    """Returns prompt positions for the encoder, generated for the decoder."""
     return {'encoder': prompt, 'decoder': generated}
 
   def encode(
@@ -344,25 +344,25 @@ class EncoderDecoder(Architecture):
   def source(
     self, model: Any, params: Params, fields: Fields, **options: Any
   ) -> tuple[Array, ...]:
-    """Computes the encoder's states, and returns them with their segments."""
+    """Computes the encoder's states; returns them with their segments."""
     return self.encode(model, params, fields, **options), fields[1]
 
   def frame(self, context: Ids, continuation: Ids, bos: int) -> Framed:
-    """Returns the context for the encoder, and the continuation after BOS."""
+    """Frames the context for the encoder, the continuation for the decoder."""
     return Framed(tuple(context), [bos, *continuation[:-1]], 0)
 
   def prefill(
     self, model: Any, params: Params, fields: Fields, bos: Int[Array, ''] | int
   ) -> tuple[dict[str, Any], Int[Array, 'B n']]:
-    """Encodes prompts; the decoder reads only BOS."""
+    """Encodes prompts; the decoder starts from BOS."""
     encoded, segments = self.source(model, params, fields)
-    # Projected once for all steps; the states are not needed again.
+    # Projected once for all steps; the states themselves are not kept.
     cross = model.prefill_cross(params, encoded)
     tokens = jnp.full((len(segments), 1), bos)
     return {'cross': cross, 'encoder_segments': segments}, tokens
 
 
-# Only its states at inputs do not see the tokens that they predict.
+# The only kind whose states at the inputs do not see the tokens to predict.
 CAUSAL_DECODER = Architecture(
   'decoder_only',
   'causal',
@@ -378,34 +378,33 @@ GENERATING = tuple(kind for kind in BY_NAME.values() if kind.generates)
 
 
 def of_stack(role: str) -> Architecture:
-  """Returns the architecture of a single stack with a role."""
+  """Returns the architecture of a single stack with the given role."""
   return next(kind for kind in _SINGLE_STACK if kind.role == role)
 
 
 def reader(stack: Architecture, rows: str) -> Architecture:
-  """Returns the architecture of a single stack that reads whole texts.
+  """Returns the architecture of a single stack over whole texts.
 
   Args:
-    stack: architecture of the stack; the name stays.
-    rows: supported contents of training rows.
+    stack: architecture of the stack; gives the name.
+    rows: contents of the training rows.
   """
   return dataclasses.replace(ENCODER, name=stack.name, rows=(rows,))
 
 
 def names(kinds: Sequence[Architecture]) -> str:
-  """Returns the names of architectures for a sentence."""
+  """Returns the joined names of architectures, for messages."""
   return ' and '.join(kind.name for kind in kinds)
 
 
 def inputs_of(batch: Batch) -> Int[Array, 'B R']:
-  """Returns 1 at BOS and the inputs of pairs in the teacher's row, else 0."""
-  # By exclusion: the batch tells the positions that predict targets, and so,
-  # a token later, the targets, but no lengths of inputs.
+  """Returns 1 at BOS and inputs of pairs in the teacher's row, else 0."""
+  # By exclusion: the batch has the positions predicting targets, one before
+  # each target, but no lengths of inputs.
   rows = jnp.arange(len(batch['targets']))[:, None]
   targets = batch['teacher_index'] + 1
   is_target = jnp.zeros_like(batch['teacher_segments'])
-  # `max`, because padded targets point to index 0 + 1, which may be a target of
-  # the row.
+  # `max`, because padding targets point to index 0 + 1, which may be a target.
   is_target = is_target.at[rows, targets].max(
     jnp.int32(batch['decoder_segments'] > 0)
   )
@@ -419,7 +418,7 @@ def _flat(batch: Batch) -> dict[str, Array]:
 def _with_last_target(batch: Batch) -> dict[str, Array]:
   """Returns the decoder's fields extended by the last target.
 
-  Decoder inputs are the targets shifted right, so they lack the last one.
+  Decoder inputs are the targets shifted right, so they lack the last target.
   """
   tokens, segments = batch['decoder_tokens'], batch['decoder_segments']
   shifted = batch['targets'][:, :-1], segments[:, :-1]

@@ -1,11 +1,13 @@
 """Attention modules: projections around `ops.attention`.
 
-Grouped-query attention, with scores scaled by query_scale^-1/2 and soft-capped.
+Grouped-query attention with scores scaled by query_scale^-1/2 and soft-capped.
 Self-attention rotates queries and keys, or adds a relative position bias to the
-scores. Cross-attention has no position signal and no window; it reads the
-normalised states of the encoder, in the encoder's width, and has the decoder's
-heads, scale and cap. In merged attention (T5Gemma 2) the decoder's
-self-attention also reads the encoder's states.
+scores. Cross-attention has no position signal and no window. It reads the
+normalised encoder output of the encoder's width, and has the decoder's heads,
+scale and cap. In merged attention (T5Gemma 2) the decoder's self-attention
+reads the encoder output too.
+
+Blocks and stacks import this module, which imports neither.
 """
 
 from collections.abc import Mapping
@@ -21,7 +23,7 @@ from encdec_adapt.models import execution, layers, model_config
 from encdec_adapt.models import kv_cache as caches
 from encdec_adapt.ops import attention, masks, partition, relative_bias, rope
 
-# Dimensions of the kernels.
+# Logical axes of the kernels.
 _AXES = {
   'query': ('embed', 'heads', 'head_dim'),
   'key': ('embed', 'kv_heads', 'head_dim'),
@@ -29,7 +31,7 @@ _AXES = {
   'output': ('heads', 'head_dim', 'embed'),
 }
 
-# Kernels of `layers.merge`.
+# Names of merged kernels (`layers.merge`).
 _MERGED, _KEYS_VALUES = 'query_key_value', 'key_value'
 
 
@@ -41,13 +43,13 @@ def project_keys_values(
   """Projects keys and values [B, S, K, H], before rotation.
 
   Args:
-    config: stack of the layer that attends.
-    params: parameters of its attention, including those of keys and values:
-      'key' [E, K, H], 'key_bias' [K, H], 'key_norm' [H], ..
+    config: stack of the attending layer.
+    params: parameters of its attention. Uses only the parameters of keys and
+      values: 'key' [E, K, H], 'key_bias' [K, H], 'key_norm' [H], ..
     source: normalised states.
   """
   if _MERGED in params:
-    # The product with the queries' kernel would be unused.
+    # Drops the queries' kernels, to skip their product.
     params = {**params, _KEYS_VALUES: params[_MERGED][:, :, -2:]}
   key, value = _project(params, source, *_KEYS_VALUES.split('_'))
   return _keys_values(config, params, key, value)
@@ -74,12 +76,12 @@ def _norm(config, params, name: str, x: jax.Array) -> jax.Array:
 
 
 class _Attention(nn.Module):
-  """Parameters and steps shared by self- and cross-attention.
+  """Base of self- and cross-attention: parameters and shared steps.
 
   Attributes:
     config: the stack's shape.
-    compute: execution options.
-    source_width: width of the states projected to keys and values.
+    compute: execution choices.
+    source_width: width of the source states of keys and values.
   """
 
   config: model_config.StackConfig
@@ -87,15 +89,15 @@ class _Attention(nn.Module):
   source_width: int
 
   def setup(self):
-    # A dict like the layer's parameters: `project_keys_values` takes both, to
-    # project the states of a prompt's encoder without a module.
+    # A dict like the layer's parameters: `project_keys_values` accepts both, to
+    # project a prompt's encoding without a module.
     self.weights = layers.parameters(self, self._declare)
 
   def _declare(self) -> dict[str, Any]:
     cfg = self.config
     of_source = (self.source_width, cfg.kv_heads, cfg.head_dim)
-    # A product contracts the first dimensions of a kernel; its bias has the
-    # remaining dimensions. Heads and head_dim stay separate, to shard heads.
+    # Products contract a kernel's first dimensions; its bias has the others.
+    # Heads and head_dim stay separate, so that heads can be sharded.
     kernels = {
       'query': (1, (cfg.width, cfg.heads, cfg.head_dim)),
       'key': (1, of_source),
@@ -106,7 +108,7 @@ class _Attention(nn.Module):
     weights = {}
     for name, (contracted, shape) in kernels.items():
       axes, dims = _AXES[name], (0, 1, 2)
-      # T5 draws queries smaller instead of dividing scores by sqrt(H).
+      # T5 scales the queries' initialisation, not the scores, by 1/sqrt(H).
       scale = 1 / cfg.head_dim if cfg.relative and name == 'query' else 1.0
       init = layers.kernel_init(
         axes, dims[:contracted], dims[contracted:], scale=scale
@@ -132,17 +134,17 @@ class _Attention(nn.Module):
     cached: bool,
     bias: relative_bias.RelativeBias | None = None,
   ) -> Float[Array, 'B T D']:
-    """Attends over the source and projects the result to the width.
+    """Attends over the source and projects the result to the model width.
 
     Args:
-      q: queries; with a cache, copies of a token's query, which attends once.
+      q: queries; with a cache, copies of one token's query, computed once.
       source: keys and values.
       mask: mask of the queries over the source.
       cached: whether the source comes from a cache.
       bias: relative position bias of the scores; None for none.
     """
     cfg, compute = self.config, self.compute
-    # Shard heads, not head_dim: scores then need no sum over devices.
+    # By heads, not head_dim: scores then need no sum over devices.
     q = partition.shard(q, 'batch', 'length', 'act_heads', None)
     out = attention.attention(
       q[:, :1] if cached else q,
@@ -161,10 +163,10 @@ class _Attention(nn.Module):
 
 
 class SelfAttention(_Attention):
-  """Attention of a sequence to itself, with positions."""
+  """Self-attention with positions."""
 
   def setup(self):
-    """Declares the parameters, and the layer's bias if it has one."""
+    """Also declares the bias of the layer, if it has its own."""
     super().setup()
     positions = self.config.relative
     if positions and positions.kind == 'relative_each':
@@ -183,19 +185,19 @@ class SelfAttention(_Attention):
     """Attends over `x`, or over a cache after writing `x` to it.
 
     Args:
-      x: normalised states; with a cache, copies of a token's states.
-      rotation: cosines and sines of the positions (`rope.angles`); None in a
-        stack with relative positions.
+      x: normalised states; with a cache, copies of one token's states.
+      rotation: cosines and sines of the positions (`rope.angles`); None in
+        stacks with relative positions.
       mask: mask over the keys of `x`, or over the cache's entries.
       cached: entries of earlier tokens, or None.
-      slot: slot of the cache for the token of each row.
-      memory: in merged attention without a cache, the encoder's output; its
-        unrotated keys follow the other keys in `mask`.
-      bias: relative position bias of the stack; None without one.
+      slot: cache slot for the token of each row.
+      memory: the encoder's output in merged attention without a cache; its
+        unrotated keys follow the others in `mask`.
+      bias: relative position bias of the stack, or None.
 
     Returns:
-      The output, and keys and values: the cache with `x` added, or without a
-      cache the keys and values of `x` [B, L, K, H].
+      The output, and keys and values: the updated cache, or [B, L, K, H] of `x`
+      without a cache.
     """
     groups = [_MERGED] if _MERGED in self.weights else ['query', _KEYS_VALUES]
     projected = [_project(self.weights, x, *name.split('_')) for name in groups]
@@ -210,8 +212,8 @@ class SelfAttention(_Attention):
     elif bias is None:
       bias = self.bias
     source = entries
-    # Written before it is read: the mask counts the token among the keys.
-    # Cached keys are rotated already, each by its absolute position.
+    # Writes the cache before reading it: the mask includes the token's own key.
+    # Cached keys are already rotated by their absolute positions.
     if cached is not None:
       entries = caches.write(cached, entries, slot)
       source = caches.transposed(entries)
@@ -225,7 +227,7 @@ class SelfAttention(_Attention):
 
 
 class CrossAttention(_Attention):
-  """Attention of a decoder to the encoder's output."""
+  """Cross-attention of a decoder to the encoder's output."""
 
   def __call__(
     self,
@@ -234,7 +236,7 @@ class CrossAttention(_Attention):
     mask: masks.MaskSpec,
     cached: caches.KeyValues | None,
   ) -> Float[Array, 'B T D']:
-    """Attends to `cached`, or without it to `encoded`."""
+    """Attends to `cached` if given, else to `encoded`."""
     # Neither queries nor keys are rotated, as in T5Gemma.
     if cached is not None:
       source = caches.transposed(cached)

@@ -1,8 +1,9 @@
-"""Base class of models: stacks, a head, and decoding with a cache.
+"""Base of all models: stacks, a head and decoding with a cache.
 
-A model is a hashable value: its config and execution options. Its methods are
-functions of parameters. Its architecture is part of the config;
-`encoder_decoder` adds the second stack.
+A model is a hashable value, its config and execution choices; its methods are
+functions of parameters. The config gives its kind (`architecture`);
+`encoder_decoder` adds the second stack. Imports neither `build` nor modules for
+training or serving.
 """
 
 from collections.abc import Mapping
@@ -34,7 +35,7 @@ class Dropout(NamedTuple):
   """Dropout of a forward pass in training.
 
   Attributes:
-    rate: dropout rate, in (0, 1).
+    rate: fraction of zeroed values, in (0, 1).
     key: random key of all masks of the pass.
   """
 
@@ -44,14 +45,14 @@ class Dropout(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class BaseModel:
-  """Base class of models; hashable, without arrays.
+  """Base of all models; hashable, holds no arrays.
 
-  The stack named 'decoder' has the head. It is the only stack of a single-stack
-  model, even of an encoder-only model.
+  The stack 'decoder' has the head: in models with a single stack, such as
+  encoder-only models, that stack has this name.
 
   Attributes:
     config: shape of the model.
-    compute: execution options.
+    compute: execution choices.
   """
 
   config: model_config.ModelConfig
@@ -64,7 +65,7 @@ class BaseModel:
 
   @property
   def table(self) -> Mapping[str, parameters.ParamInfo]:
-    """Path of every parameter to its shape, dtype and logical axes."""
+    """Shape, dtype and logical axes of every parameter by path."""
     return parameters.parameter_table(self.config)
 
   def init(self, rng: jax.Array) -> dict[str, Any]:
@@ -81,8 +82,8 @@ class BaseModel:
   ) -> Float[Array, 'B T vocab']:
     """Computes soft-capped float32 logits of the decoder's states.
 
-    For small inputs and generation; training uses `ops.vocabulary_loss`, which
-    never holds the logits of all positions.
+    For generation and small inputs; training uses `ops.vocabulary_loss`, which
+    never materialises the logits of all positions.
     """
     cfg = self.config.decoder
     return layers.logits(
@@ -92,7 +93,7 @@ class BaseModel:
   def init_cache(
     self, batch: int, length: int, source: int = 0
   ) -> caches.Cache:
-    """Returns an empty cache for `decode_step`; see `caches.empty`."""
+    """Returns an empty cache for `decode_step`; see `kv_cache.empty`."""
     return caches.empty(
       self.config.decoder, batch, length, source, self.compute.dtype
     )
@@ -112,22 +113,22 @@ class BaseModel:
       params: the model's parameters.
       name: name of the stack in `config.stacks`.
       *args: positional arguments of the stack.
-      routing: a list; the router losses of the layers are appended, for
-        `expert_layer.mean_losses`. None skips them.
-      dropout: rate and key of dropout; None for none.
+      routing: list that collects the router losses of its layers, for
+        `expert_layer.mean_losses`; None to skip them.
+      dropout: rate and key of dropout; None for no dropout.
       **kwargs: keyword arguments of the stack.
     """
     shape = self.config.stacks[name]
     apply = stack.Stack(shape, self.compute).apply
     variables = {'params': params[name]}
     if dropout is not None:
-      # Modules draw by their path, which the stacks of a pair share: with an
-      # equal key, equal layers of both would drop the same values.
+      # Flax derives keys from module paths, which are equal in both stacks of a
+      # pair: with the same key, equal layers would drop the same values.
       number = list(self.config.stacks).index(name)
       key = jax.random.fold_in(dropout.key, number)
       kwargs |= {'dropout': dropout.rate, 'rngs': {'dropout': key}}
-    # Flax computes the losses only if their collection is mutable, and omits it
-    # for a stack without experts.
+    # Flax computes the losses only if their collection is mutable, and returns
+    # no collection for stacks without experts.
     if routing is None or not shape.experts:
       return apply(variables, *args, **kwargs)
     collection = expert_layer.COLLECTION
@@ -152,9 +153,9 @@ class BaseModel:
       tokens: token ids.
       segments: segment of each token, from 1; 0 is padding.
       positions: position of each token within its segment.
-      encoded: output of the encoder of an encoder-decoder.
+      encoded: encoder output, for encoder-decoders.
       encoder_segments: segments of the encoder's tokens.
-      **options: `routing` and `dropout` of `run_stack`; for a prefix decoder
+      **options: `routing` and `dropout` of `run_stack`; for prefix decoders
         `prefix`, 1 at the inputs of each segment.
     """
     source = encoded, encoder_segments
@@ -165,7 +166,7 @@ class BaseModel:
   def prefill(
     self, params: Params, tokens: Tokens, segments: Tokens, positions: Tokens
   ) -> Any:
-    """Reads prompts; a prefix decoder attends to them bidirectionally.
+    """Prefills prompts; bidirectional in a prefix decoder.
 
     Args:
       params: the model's parameters.
@@ -174,10 +175,9 @@ class BaseModel:
       positions: position of each token.
 
     Returns:
-      Keys and values by layer, [B, L, K, H], for `caches.insert`.
+      Keys and values by layer, [B, L, K, H], for `kv_cache.insert`.
     """
-    # A prompt is all inputs, so that its tokens are the prefix; decoders of
-    # other roles ignore it.
+    # All tokens of a prompt are prefix; other decoders ignore the option.
     options = {'prefix': segments, 'collect': True}
     return self.run_stack(
       params, 'decoder', tokens, segments, positions, **options
@@ -194,11 +194,11 @@ class BaseModel:
       cache: cache of earlier tokens; its indices are the tokens' positions.
 
     Returns:
-      States of the tokens, and the cache with the tokens added.
+      States of the tokens, and the cache with the tokens appended.
     """
     tokens = tokens[:, None]
-    # A row and its cache are a single segment, 1. Rows without a request also
-    # read tokens: the shapes of the program are fixed.
+    # A row and its cache entries are a single segment, 1. Rows without a
+    # request decode too: the shapes of the program are fixed.
     segments, positions = jnp.ones_like(tokens), cache.index[:, None]
     hidden, cache = self.run_stack(
       params, 'decoder', tokens, segments, positions, cached=cache

@@ -18,8 +18,8 @@ from encdec_adapt.models import (
 from encdec_adapt.models import kv_cache as caches
 from encdec_adapt.ops import partition
 
-# Parts of a block for cross-attention, and the corresponding parts of
-# self-attention, which initialise them in an adaptation.
+# Parts of a block for cross-attention -> parts of self-attention, from which
+# adaptation initialises them.
 CROSS: Mapping[str, str] = types.MappingProxyType(
   {
     'pre_cross_norm': 'pre_attention_norm',
@@ -35,22 +35,22 @@ class Context:
 
   Attributes:
     rotations: cosines and sines of the positions (`rope.angles`) by kind of
-      layer; None in a stack with relative positions.
+      layer; None in stacks with relative positions.
     masks: MaskSpec of self-attention by kind of layer; in merged attention
-      its last keys are the encoder's.
-    bias: relative position bias shared by all layers; None without one.
-    slots: slot of the cache for the token of each row, int32 [B], by kind of
-      layer; None without a cache.
-    encoded: the encoder's output [B, S, E]; None without cross-attention or
-      with cached keys and values.
+      the last keys are the encoder's.
+    bias: relative position bias shared by all layers, or None.
+    slots: cache slot for the token of each row, int32 [B], by kind of layer;
+      None without a cache.
+    encoded: the encoder's output [B, S, E]; None without cross-attention, and
+      if its keys and values are cached.
     cross_mask: MaskSpec of cross-attention, or None.
-    real: False at padding, bool [B, L]; None in a stack without experts.
-    dropout: dropout rate, in [0, 1); needs the random stream 'dropout'.
+    real: False for padding, bool [B, L]; None in stacks without experts.
+    dropout: dropout rate in [0, 1); requires the random stream 'dropout'.
     collect: whether layers return keys and values without a cache.
   """
 
-  # A pytree, since the scan and rematerialisation pass it as an argument; the
-  # fields that decide on the program are static.
+  # A pytree, since scan and rematerialisation pass it as an argument; fields
+  # that change the program are static.
   rotations: dict[str, Any]
   masks: dict[str, Any]
   bias: Any = None
@@ -63,15 +63,15 @@ class Context:
 
 
 class Block(nn.Module):
-  """Self-attention, cross-attention in a decoder with an encoder, feed-forward.
+  """Self-attention, optional cross-attention, and feed-forward.
 
   Each adds post_norm(f(pre_norm(x))) to the residual stream, or f(pre_norm(x))
-  in a stack without post-norms. Dropout applies to these updates, as in T5Gemma
+  in stacks without post-norms. Dropout applies to these updates, as in T5Gemma
   (transformers, modeling_t5gemma.py).
 
   Attributes:
     config: the stack's shape.
-    compute: execution options.
+    compute: execution choices.
     kind: kind of the layer.
     sparse: whether its feed-forward has experts.
   """
@@ -135,7 +135,6 @@ class Block(nn.Module):
       y = feed_forward(y, context.real)
     else:
       y = layers.MLP(cfg, compute.dtype, cfg.mlp_width, name='mlp')(y)
-    # In training, keep them out of the outputs of rematerialisation and scan,
-    # each [R, B, L, K, H].
+    # In training, drops the entries: scan would stack them, [R, B, L, K, H].
     keep = context.collect or cached is not None
     return add(x, y, 'post_mlp_norm'), entries if keep else None

@@ -1,6 +1,6 @@
 """Builds a model from its config, for training and inference.
 
-The only module here that imports all classes of models.
+The only module here that imports all model classes.
 """
 
 import dataclasses
@@ -21,11 +21,11 @@ def build(
   config: model_config.ModelConfig,
   compute: execution.ComputeConfig = execution.REFERENCE,
 ) -> Model:
-  """Returns a model: a hashable value with functions of parameters.
+  """Builds a model, a hashable value with functions of parameters.
 
   Args:
     config: shape of the model.
-    compute: execution options; by default float32 without rematerialisation.
+    compute: execution choices; by default float32 without rematerialisation.
   """
   if config.architecture.encodes_prompt:
     return encoder_decoder.EncoderDecoder(config, compute)
@@ -33,9 +33,9 @@ def build(
 
 
 def unroll(model: Model) -> Model:
-  """Returns the model with an unrolled decoder, without a scan over layers.
+  """Returns the model with an unscanned decoder, for decoding.
 
-  Decoding needs it: a scan would copy each layer's cache for every token.
+  A scan would copy each layer's cache for every token.
   """
   # Only the decoder: an encoder runs once per prompt, and a scanned program
   # compiles faster.
@@ -45,6 +45,6 @@ def unroll(model: Model) -> Model:
 
 
 def unroll_params(model: Model, params: base_model.Params) -> dict[str, Any]:
-  """Converts parameters of the model to those of `unroll(model)`."""
+  """Converts parameters of the model to parameters of `unroll(model)`."""
   decoder = layers_index.unroll_params(model.config.decoder, params['decoder'])
   return {**params, 'decoder': decoder}

@@ -1,9 +1,9 @@
 """Text embeddings: pooling, projections and normalisation.
 
 An embedding model is a stack of any role with the head `heads.Embedding`. It
-pools the states of a text, multiplies them by its projections, like
-EmbeddingGemma (arXiv:2509.20354, section 2.1: to a larger width and back,
-without biases), and divides by the norm.
+pools the states of a text, applies projections without biases as EmbeddingGemma
+does (arXiv:2509.20354, section 2.1: to a larger width and back), and divides by
+the norm. Imports jax and no other models.
 """
 
 from collections.abc import Mapping
@@ -15,10 +15,8 @@ from jaxtyping import Array, Float, Int
 
 from encdec_adapt.models import heads
 
-EXACT = (
-  jax.lax.Precision.HIGHEST
-)  # Small products, of vectors that are compared.
-_SMALLEST = 1e-12  # Norm below which a vector is not scaled up, as in torch.
+EXACT = jax.lax.Precision.HIGHEST  # Small products of vectors to compare.
+_SMALLEST = 1e-12  # Lower bound of the norm, as in torch.
 
 
 def pool(
@@ -27,12 +25,12 @@ def pool(
   texts: int,
   pooling: str,
 ) -> Float[Array, 'B M D']:
-  """Pools the states of every text of packed rows, in float32.
+  """Pools the states of every text in packed rows, in float32.
 
   Args:
     states: states of a stack.
-    segments: number of the text of each token, from 1; 0 is padding.
-    texts: number M of texts; pools segments 1 to M, to zeros if absent.
+    segments: text number of each token, from 1; 0 is padding.
+    texts: number M of texts; absent texts pool to zeros.
     pooling: one of `heads.POOLINGS`.
   """
   mask = segments[:, None] == jnp.arange(1, texts + 1)[:, None]  # [B, M, L]
@@ -41,7 +39,7 @@ def pool(
   weights = mask / jnp.maximum(count, 1)
   if pooling != 'mean':
     weights = mask & (number == (1 if pooling == 'first' else count))
-  # A sum over a long text in bfloat16 would lose its last terms.
+  # Summing a long text in bfloat16 would lose the last terms.
   weights, states = (x.astype(jnp.float32) for x in (weights, states))
   return jnp.einsum('BML,BLD->BMD', weights, states, precision=EXACT)
 
@@ -49,7 +47,7 @@ def pool(
 def project(
   head: heads.Embedding, params: Mapping[str, Any], pooled: Float[Array, '*B D']
 ) -> Float[Array, '*B E']:
-  """Projects pooled states, float32, and normalises them.
+  """Projects and normalises float32 pooled states.
 
   Args:
     head: options of the head.
@@ -65,5 +63,5 @@ def project(
 def normalised(x: Float[Array, '*B E']) -> Float[Array, '*B E']:
   """Divides vectors by their norms; zeros stay zeros."""
   squares = jnp.sum(jnp.square(x), axis=-1, keepdims=True)
-  # Inside the root, because its gradient at 0 is infinite.
+  # Clipped inside the root, whose gradient at 0 is infinite.
   return x * jax.lax.rsqrt(jnp.maximum(squares, _SMALLEST**2))

@@ -1,4 +1,7 @@
-"""An encoder-decoder: two stacks, the second with cross-attention."""
+"""An encoder-decoder: two stacks, the second with cross-attention.
+
+Imports `base_model`, but no modules for building, training or serving.
+"""
 
 import dataclasses
 import functools
@@ -20,9 +23,10 @@ Params = base_model.Params
 
 @dataclasses.dataclass(frozen=True)
 class EncoderDecoder(base_model.BaseModel):
-  """A bidirectional encoder and a causal decoder that attends to it.
+  """A bidirectional encoder and a causal decoder with cross-attention.
 
-  A decoder token sees the encoder tokens with the same segment number.
+  Segments connect them: a decoder token sees the encoder tokens with the same
+  segment number.
   """
 
   config: model_config.EncoderDecoderConfig
@@ -44,7 +48,7 @@ class EncoderDecoder(base_model.BaseModel):
       positions: position of each token within its segment.
       **options: `routing` and `dropout` of `run_stack`.
     """
-    # A shared table is stored, and trained, as the decoder's alone.
+    # A shared table is stored and trained in the decoder only.
     if self.config.shared_table:
       embedder = params['decoder']['embedder']
       params = {'encoder': {**params['encoder'], 'embedder': embedder}}
@@ -55,18 +59,18 @@ class EncoderDecoder(base_model.BaseModel):
   def prefill_cross(
     self, params: Params, encoded: Float[Array, 'B S E']
   ) -> dict[str, Any]:
-    """Computes keys and values of an encoding for `caches.insert`.
+    """Computes keys and values of an encoding, for `kv_cache.insert`.
 
     Returns:
       Keys and values by layer, [B, S, K, H]; None for layers without
-      cross-attention.
+      attention to the encoder.
     """
     stack = self.config.decoder
 
     def project(prefix: str, repeats: int | None) -> caches.KeyValues | None:
       if not stack.reads_encoder(layers_index.block_kind(stack, prefix)):
         return None
-      # Merged attention has the same kernels for the states of both stacks.
+      # Merged attention projects both stacks' states with the same kernels.
       name = 'attention' if stack.cross_merged else 'cross_attention'
       weights = layers_index.get_block(params['decoder'], prefix)[name]
       fn = functools.partial(

@@ -1,4 +1,8 @@
-"""Execution options, which change neither parameters nor results of a model."""
+"""Execution choices: dtype, rematerialisation, kernels and compilation.
+
+Imports no modules of layers: rematerialisation uses the checkpoint names in
+`ops`.
+"""
 
 from collections.abc import Callable, Mapping
 import dataclasses
@@ -9,15 +13,14 @@ from encdec_adapt.base import keys
 from encdec_adapt.ops import attention, experts, products
 from encdec_adapt.telemetry import environment
 
-# Values of each block saved for the backward pass, beside its input.
+# Values saved for the backward pass besides the input of each block.
 #   none: everything; no rematerialisation.
 #   full: nothing.
-#   dots: results of products with weights, and attention outputs.
-#   narrow_dots: the same without products that more than double the width, as
-#     in the first layer of an MLP: saves most of that memory, and recomputes
-#     half of the work.
+#   dots: products with weights, and attention outputs.
+#   narrow_dots: as dots, without products that more than double the width (the
+#     first of an MLP), which need most of the memory and half of the compute.
 #   attention: attention outputs, so that attention is recomputed only inside
-#     its backward pass.
+#     its own backward pass.
 REMAT_POLICIES: dict[str, Callable[..., bool] | None] = {
   'none': None,
   'full': policies.nothing_saveable,
@@ -31,16 +34,16 @@ REMAT_POLICIES: dict[str, Callable[..., bool] | None] = {
 }
 
 
-AUTO = 'auto'  # Follows from the devices, see `ComputeConfig.on`.
-_UNCHOSEN = 'full'  # Policy of a model that 'auto' has not been replaced in.
+AUTO = 'auto'  # Resolved for the devices by `ComputeConfig.on`.
+_UNCHOSEN = 'full'  # Policy while `remat` is still 'auto'.
 
 
 @dataclasses.dataclass(frozen=True)
 class ComputeConfig:
-  """Keys of `config.compute`.
+  """Keys of `config.compute`: execution choices.
 
-  Part of every model, and hashable, as a key of cached programs. No option
-  changes the parameters.
+  Part of every model, and hashable like models: programs are cached by it. No
+  choice changes the parameters.
   """
 
   dtype: str = keys.key(
@@ -83,14 +86,14 @@ class ComputeConfig:
   def on(
     self, platform: str, earlier: Mapping[str, str] | None = None
   ) -> 'ComputeConfig':
-    """Returns the section with the 'auto' values resolved for devices.
+    """Resolves 'auto' values for a platform.
 
-    On accelerators `remat` stays 'auto': it depends on their memory
-    (`training.remat_choice`).
+    On accelerators `remat` stays 'auto': `training.remat_choice` chooses it by
+    device memory.
 
     Args:
       platform: 'cpu', 'gpu' or 'tpu'.
-      earlier: values to keep in a resumed job; None for a new job.
+      earlier: keys of the resumed job, which are kept; None for a new job.
     """
     values = {'dtype': 'bfloat16', 'remat': AUTO}
     if platform == 'cpu':
@@ -106,19 +109,19 @@ class ComputeConfig:
 
   @property
   def saveable(self) -> Callable[..., bool] | None:
-    """The policy of `remat` in `REMAT_POLICIES`."""
+    """The `REMAT_POLICIES` policy of `remat`."""
     return REMAT_POLICIES[_UNCHOSEN if self.remat == AUTO else self.remat]
 
   @property
   def cached_attention(self) -> str:
     """Attention backend for keys from a cache.
 
-    Kernels do not pay off for few queries, and some need positions equal to
-    indices.
+    Kernels are not worth their overhead for its few queries, and some require
+    positions equal to indices.
     """
     chosen = self.attention
     return 'chunked' if attention.BACKENDS[chosen].kernels else chosen
 
 
-# Float32 without rematerialisation: the reference, on every platform.
+# The reference on every platform: float32 without rematerialisation.
 REFERENCE = ComputeConfig('float32', 'none')

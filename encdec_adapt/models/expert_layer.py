@@ -1,8 +1,8 @@
-"""The feed-forward of a layer with experts, and its router losses.
+"""Mixture-of-experts feed-forward, and the collection of its router losses.
 
 Router losses are not part of a layer's output: they are sown into a separate
-collection, computed only if the caller makes it mutable
-(`base_model.BaseModel.run_stack`).
+collection, and computed only if the caller makes it mutable
+(`base_model.BaseModel.run_stack`). Imports no attention.
 """
 
 from collections.abc import Iterable
@@ -34,20 +34,20 @@ class Experts(nn.Module):
 
     Args:
       x: normalised states.
-      real: False at padding, which is routed to no expert.
+      real: False for padding, which is routed to no expert.
     """
     cfg = self.config
     logits = self._router(x)
     chosen, shares = experts.route(
       logits, real, cfg.experts_per_token, normalise=cfg.norm_topk
     )
-    # Check first: `sow` would drop the losses too, but only after tracing them.
+    # Checked first: `sow` would discard the losses only after tracing them.
     if self.is_mutable_collection(COLLECTION):
       self.sow(
         COLLECTION,
         'losses',
         experts.losses(logits, real, chosen),
-        # One value, not Flax's tuple of the values of all calls.
+        # A single value, not Flax's tuple of the values of all calls.
         init_fn=lambda: None,
         reduce_fn=lambda _, new: new,
       )
@@ -65,9 +65,9 @@ class Experts(nn.Module):
     return partition.shard(y, 'batch', 'length', 'act_embed')
 
   def _router(self, x: jax.Array) -> jax.Array:
-    """Computes router logits [B, L, X] in float32."""
-    # Switch Transformer (arXiv 2101.03961, section 2.4): in bfloat16 training
-    # diverged. 'highest', as TPUs multiply float32 in bfloat16 by default.
+    """Computes float32 router logits [B, L, X]."""
+    # In bfloat16 training diverged (Switch Transformer, arXiv 2101.03961,
+    # section 2.4). 'highest', as TPUs multiply float32 in bfloat16 by default.
     init = layers.kernel_init(('embed', 'router'), 0, 1)
     shape = (self.config.width, self.config.experts)
     kernel = self.param('router', init, shape, jnp.float32)
@@ -76,10 +76,10 @@ class Experts(nn.Module):
     return checkpoint_name(y, products.NARROW)
 
   def _kernels(self, name: str, *axes: str) -> jax.Array:
-    """Kernels [X, I, J] of all experts."""
+    """Declares the kernels [X, I, J] of all experts."""
     cfg = self.config
     sizes = {'embed': cfg.width, 'expert_mlp': cfg.expert_width}
-    # A batch axis: experts do not add to the fan-in of a kernel.
+    # A batch axis: experts do not count towards the fan-in.
     init = layers.kernel_init(('experts', *axes), 1, 2, batch_axis=0)
     shape = (cfg.experts, *(sizes[axis] for axis in axes))
     kernels = self.param(name, init, shape, jnp.float32).astype(self.dtype)
@@ -105,7 +105,7 @@ def mean_losses(collected: Iterable[Any]) -> experts.RouterLosses:
   losses = jax.tree.leaves(
     list(collected), is_leaf=lambda x: isinstance(x, experts.RouterLosses)
   )
-  # A scanned layer has a value per repeat: average over layers, not leaves.
+  # Averages over layers, not leaves: a scanned layer has a value per repeat.
   return jax.tree.map(
     lambda *values: jnp.mean(jnp.concatenate([v.reshape(-1) for v in values])),
     *losses,

@@ -1,27 +1,30 @@
-"""Model FLOPs of a forward pass.
+"""Model FLOPs of a forward pass, from a stated formula.
 
 A multiply-add is 2 FLOPs. A forward pass counts, per token or pair of
 positions:
 
 - projections of self-attention: 2 D H (2N + 2K) per token;
 - feed-forward: 2 * 3 D F per token, or 2 * 2 D F without a gate; with experts,
-  the chosen experts and the shared expert, and the router's 2 D X;
-- cross-attention: 2 D H * 2N per target token (query, output; 0 if merged, as
-  self-attention counts them), 2 E H * 2K per source token (key, value);
-- scores and weighted sum: 2 * 2 N H per visible pair of positions: a
-  bidirectional layer sees L * L pairs, a causal layer L (L + 1) / 2, a windowed
-  layer those inside its window, and cross-attention T * S; a prefix decoder
-  sees the pairs of a causal one, and also S (S - 1) / 2 among its inputs;
-- the vocabulary product: 2 D V per position with logits: the targets or, with
+  a token's experts and the shared expert, and the router's 2 D X;
+- cross-attention: 2 D H * 2N per target token (query, output; 0 in merged
+  attention, where self-attention includes them), 2 E H * 2K per source token
+  (key, value);
+- scores and weighted sum: 2 * 2 N H per visible pair of positions: L * L pairs
+  in a bidirectional layer, L (L + 1) / 2 in a causal layer, the pairs inside
+  the window in a local layer, T * S in cross-attention; a prefix decoder adds
+  S (S - 1) / 2 pairs among its inputs to the causal pairs;
+- logits: 2 D V per position with logits: the targets or, with
   `loss.on_inputs`, all positions.
 
-A training step is 3 forward passes (a backward pass costs two), an evaluation
-step is 1. A decoding step is a forward pass of one token per row over the keys
-of a whole cache; keys of the source are cached. The prefill of a decoder needs
-only keys and values, so its last layer has no queries, attention, output
-projection and feed-forward. Norms, activations, soft-caps, the embedding lookup
-and rematerialisation are not counted, and rows count as full: packing and
-padding do not change the number.
+A training step is 3 forward passes (the backward pass costs two), an evaluation
+step is 1. A decoding step is a forward pass of a token per row over the keys of
+a whole cache, which includes the source's. The prefill of a decoder only yields
+keys and values, so its last layer has no queries, attention, output projection
+or feed-forward. Norms, activations, soft-caps, the embedding lookup and
+rematerialisation are not counted. Rows count as full, whatever their packing
+and padding.
+
+Imports configs and `ops.masks`: no arrays, programs or chips.
 """
 
 import collections
@@ -49,12 +52,12 @@ def forward(
     model: the model.
     encoder: encoder length S, or 0 for a batch without inputs.
     decoder: decoder length T.
-    teacher: length of the row in which a decoder-only model reads a pair.
-    answers: answers of a row; an encoder reads their prompt once.
-    logits: positions of an answer with logits; 0 for its targets.
+    teacher: length of a decoder-only model's row for a pair.
+    answers: answers per row; an encoder reads their prompt once.
+    logits: positions with logits per answer; 0 for its targets.
   """
   lengths = {'encoder': encoder, 'decoder': decoder, 'teacher': teacher}
-  # Rows without a decoder's side belong to an encoder, which predicts in place.
+  # Without a decoder length, an encoder predicts in place.
   positions = logits or decoder or encoder
   table = model.decoder.width, model.decoder.outputs
   total = answers * vocabulary(*table, positions)
@@ -75,10 +78,10 @@ def decoding(model: configs.ModelConfig, encoder: int, decoder: int) -> int:
   """
   stack = model.decoder
   seen = sum(min(decoder, window or decoder) for window in layer_windows(stack))
-  # Cross-attention sees all of the source at every step, but its keys and
-  # values were projected before: no source in `stack_forward`.
+  # Cross-attention sees the whole source at every step, but its keys and values
+  # are cached: no source in `stack_forward`.
   seen += cross_layers(stack) * encoder
-  # Replace the scores of a single-token row by the scores over the cache.
+  # Replaces the scores of a single-token row by scores over the cache.
   weights = stack_forward(stack, 1) - scores(stack, 1)
   total = weights + 4 * stack.heads * stack.head_dim * seen
   return total + vocabulary(stack.width, stack.vocab_size, 1)
@@ -87,42 +90,42 @@ def decoding(model: configs.ModelConfig, encoder: int, decoder: int) -> int:
 def generation(
   model: configs.ModelConfig, prompt: int, generated: int
 ) -> tuple[int, int]:
-  """Returns the FLOPs of prefill and decoding, for a row.
+  """Returns the FLOPs of the prefill and of generation for a row.
 
   Args:
     model: a model with a decoder.
-    prompt: tokens of the prompt, read by the encoder if there is one.
-    generated: generated tokens.
+    prompt: prompt length; the encoder, if any, reads it.
+    generated: number of generated tokens.
 
   Returns:
-    FLOPs of the prefill, without a vocabulary product, and of all decoding
-    steps (`inference.decoding`). For an encoder-decoder they add up to
-    `forward` on rows of these lengths. A decoder reads the last token of the
-    prompt twice: its states predict the first generated token.
+    FLOPs of the prefill, without logits, and of all decoding steps
+    (`inference.decoding`). Their sum is `forward` on rows of these lengths for
+    encoder-decoders. A decoder-only model reads the last token of the prompt
+    twice: its states predict the first generated token.
   """
   stack = model.decoder
   lengths = model.architecture.positions(prompt, generated)
-  # The prompt without an encoder, else 0.
+  # Prompt tokens in the decoder's row; 0 with an encoder.
   context = lengths.pop('decoder') - generated
 
   def decoder(length: int) -> int:
-    # A step sees the keys before it, also of inputs in the decoder's row.
+    # A step sees all earlier keys, including inputs in the decoder's row.
     return stack_forward(stack, length, source_length=prompt - context)
 
-  # With a context of 0 this is the projection of the source's keys and values.
+  # With a context of 0, these are the projections of the source's keys/values.
   prefill = stack_forward(stack, context, source_length=prompt)
   prefill -= _without_states(stack, context)
   for name, length in lengths.items():
     prefill += stack_forward(model.stacks[name], length)
-  # Causal rows add up: the steps cost the whole row minus its beginning. Keys
-  # and values of the source are in both, and cancel.
+  # Causal rows are additive: the steps cost the row minus its beginning. The
+  # source's keys and values are part of both, and cancel.
   first = max(context - 1, 0)
   decode = decoder(first + generated) - decoder(first)
   return prefill, decode + vocabulary(stack.width, stack.vocab_size, generated)
 
 
 def _without_states(stack: configs.StackConfig, length: int) -> int:
-  """Returns a prompt's FLOPs of the last layer, without its keys and values."""
+  """Returns the last layer's FLOPs on a prompt without keys and values."""
   heads = stack.heads * stack.head_dim
   weights = 2 * heads + _feed_forward(stack, stack.layers - 1)
   pairs = _pairs(stack, length, layer_windows(stack)[-1:], length)
@@ -130,7 +133,7 @@ def _without_states(stack: configs.StackConfig, length: int) -> int:
 
 
 def published(model: configs.ModelConfig, prompt: int, generated: int) -> int:
-  """Returns inference FLOPs in the convention of T5Gemma's figure 3.
+  """Returns inference FLOPs as counted in figure 3 of the T5Gemma paper.
 
   The convention (arXiv 2504.06225, inferred from its 13 numbers) counts each
   stack as a causal decoder with logits at all positions, without
@@ -139,9 +142,9 @@ def published(model: configs.ModelConfig, prompt: int, generated: int) -> int:
 
   Args:
     model: the model.
-    prompt: tokens of the prompt; an encoder's positions, or a decoder-only
-      model's first ones.
-    generated: generated tokens.
+    prompt: prompt length: the encoder's positions, or the first positions of a
+      decoder-only model.
+    generated: number of generated tokens.
   """
 
   def as_decoder(stack: configs.StackConfig, length: int) -> int:
@@ -162,13 +165,13 @@ def vocabulary(width: int, vocabulary_size: int, tokens: int) -> int:
 def stack_forward(
   stack: configs.StackConfig, length: int, *, source_length: int = 0
 ) -> int:
-  """Returns the FLOPs of a stack on a row, without the vocabulary product.
+  """Returns the FLOPs of a stack on a row, without logits.
 
   Args:
     stack: shape of the stack.
     length: positions of the row.
-    source_length: positions of the inputs: the source of cross-attention, or
-      the beginning of a prefix decoder's row.
+    source_length: positions of the inputs: the encoder's, or the first
+      positions of a prefix decoder's row.
   """
   heads = stack.heads * stack.head_dim
   kv_heads = stack.kv_heads * stack.head_dim
@@ -176,8 +179,8 @@ def stack_forward(
   weights += sum(_feed_forward(stack, i) for i in range(stack.layers))
   total = 2 * stack.width * weights * length
   if stack.cross_width is not None:
-    # Merged attention reads the encoder with the queries, and writes with the
-    # output kernel, that self-attention has counted.
+    # Merged attention shares queries and output projection with self-attention,
+    # which counts them.
     target = 0 if stack.cross_merged else 2 * stack.width * 2 * heads * length
     source = 2 * stack.cross_width * 2 * kv_heads * source_length
     total += cross_layers(stack) * (target + source)
@@ -200,7 +203,7 @@ def _pairs(
   windows: Sequence[int | None],
   inputs: int,
 ) -> int:
-  """Returns the query-key pairs that layers with these windows compute."""
+  """Returns the query-key pairs of layers with these windows."""
   return sum(
     layers
     * visible_pairs(
@@ -215,7 +218,7 @@ def _pairs(
 
 
 def _feed_forward(stack: configs.StackConfig, layer: int) -> int:
-  """Returns the feed-forward weights used per token of a layer, over D."""
+  """Returns the feed-forward weights used per token, divided by D."""
   if not stack.experts or layer < stack.dense_layers:
     return (3 if stack.mlp_gated else 2) * stack.mlp_width
   routed = stack.experts_per_token * stack.expert_width
@@ -231,30 +234,30 @@ def visible_pairs(
   window_rule: str = 'exclusive',
   prefix: int = 0,
 ) -> int:
-  """Returns the number of (query, key) pairs that self-attention computes.
+  """Returns the number of visible (query, key) pairs in self-attention.
 
   Args:
     length: positions L of the row.
     causal: whether queries see only keys at or before them.
     window: window W in positions; None for no window.
     window_rule: rule of a bidirectional window (`ops.masks.MaskSpec`).
-    prefix: first positions of a causal row that see each other.
+    prefix: number of bidirectional positions at the start of a causal row.
   """
-  # A causal window has W keys including the query's, like the past side of the
-  # exclusive rule; the other rules apply to bidirectional windows.
+  # A causal window has W keys, including the query's, like the past side of the
+  # exclusive rule; other rules apply to bidirectional windows.
   past, future = masks.sides(window, 'exclusive' if causal else window_rule)
   ahead = prefix if causal else length
   return length + _pairs_within(past, length) + _pairs_within(future, ahead)
 
 
 def _pairs_within(reach: int | None, length: int) -> int:
-  """Returns the pairs at distances 1 to `reach`; L - d have distance d."""
+  """Returns the pairs at distances 1 to `reach` (L - d at distance d)."""
   reach = length - 1 if reach is None else min(reach, length - 1)
   return reach * length - reach * (reach + 1) // 2
 
 
 def layer_windows(stack: configs.StackConfig) -> list[int | None]:
-  """Returns each layer's window in positions; None without a window."""
+  """Returns each layer's window in positions, or None."""
   return [
     stack.window if stack.layer_kind(i) == 'local' else None
     for i in range(stack.layers)
@@ -262,7 +265,7 @@ def layer_windows(stack: configs.StackConfig) -> list[int | None]:
 
 
 def cross_layers(stack: configs.StackConfig) -> int:
-  """Returns the number of layers that read the encoder."""
+  """Returns the number of layers that attend to the encoder."""
   return sum(
     stack.reads_encoder(stack.layer_kind(i)) for i in range(stack.layers)
   )

@@ -1,4 +1,4 @@
-"""Heads: the outputs that a model computes from the states of its stack.
+"""Heads: outputs computed from the states of a stack.
 
 | head        | `config.model.head.kind` | parameters               | reads   |
 |-------------|--------------------------|--------------------------|---------|
@@ -7,11 +7,10 @@
 | `Reward`    | reward                   | `head/table`             | pairs   |
 | `Embedding` | embedding                | `embedding/..`           | texts   |
 
-A head is a field of the decoder's stack, and knows its parameters, outputs and
-architecture.
-The encoder of a pair has the base, `Head`: no parameters and no outputs. A
-model of a single stack that reads whole texts reads them as an encoder,
-whatever the attention of its stack.
+A head is a field of the decoder's stack; it defines its parameters, outputs and
+architecture. The encoder of a pair has the base class `Head`, without
+parameters and outputs. A single stack over whole texts reads them as an
+encoder, whatever its attention.
 
 Data only: `layers` declares the parameters, `embedding_head` computes vectors.
 """
@@ -33,11 +32,10 @@ class Head:
   Attributes:
     kind: `config.model.head.kind`; '' for no head.
     module: module of its output table in the stack; '' for none.
-    fresh: modules that no other head's parameters fill; training starts them
-      anew.
+    fresh: modules without weights in other heads; initialised newly.
     predicts_tokens: whether its outputs are tokens.
-    classifies: whether it is the head of a sequence classifier elsewhere.
-    models: values of `config.model.kind` that may have it.
+    classifies: whether other libraries have it as a sequence classifier.
+    models: supported values of `config.model.kind`.
   """
 
   kind: str = dataclasses.field(default='', init=False)
@@ -49,15 +47,15 @@ class Head:
 
   @property
   def modules(self) -> tuple[str, ...]:
-    """The modules of its parameters in the stack."""
+    """Names of its modules in the stack."""
     return (self.module,) if self.module else ()
 
   def outputs(self, vocab_size: int) -> int:
-    """Returns the number of logits of a state."""
+    """Returns the number of logits per state."""
     return 0
 
   def sizes(self, width: int) -> tuple[int, ...]:
-    """Returns the size of a text's vector and those of its parts, if any.
+    """Returns the sizes of a text's vector and of its Matryoshka parts.
 
     Args:
       width: width D of the stack.
@@ -67,25 +65,25 @@ class Head:
   def architecture(
     self, stack: architectures.Architecture
   ) -> architectures.Architecture:
-    """Returns how a model reads rows, given how its stacks do."""
+    """Returns the architecture of a model, given that of its stacks."""
     return stack
 
   def replaces(self, source: 'Head') -> 'Head':
-    """Returns the head that a generating model has in place of its own.
+    """Returns the head that replaces the head of a generative model.
 
     Args:
-      source: its own head, which most heads leave as it is.
+      source: the model's head; most heads return it unchanged.
     """
     return source
 
 
 @dataclasses.dataclass(frozen=True)
 class Tokens(Head):
-  """Logits of tokens.
+  """Logits over the vocabulary.
 
   Attributes:
-    tied: whether the embedding table is the output table.
-    scaled: whether states are multiplied by 1 / sqrt(width) before (T5).
+    tied: whether the embedding table is also the output table.
+    scaled: whether to multiply states by 1 / sqrt(width) first (T5).
   """
 
   kind: str = dataclasses.field(default='tokens', init=False)
@@ -97,17 +95,17 @@ class Tokens(Head):
 
   @property
   def module(self) -> str:
-    """The module of a separate table."""
+    """Module of the output table; '' if tied."""
     return '' if self.tied else 'head'
 
   def outputs(self, vocab_size: int) -> int:
-    """Returns the size of the vocabulary."""
+    """Returns the vocabulary size."""
     return vocab_size
 
 
 @dataclasses.dataclass(frozen=True)
 class Labels(Head):
-  """Logits of the labels of a classifier."""
+  """Logits over the labels of a classifier."""
 
   kind: str = dataclasses.field(default='labels', init=False)
   classifies: ClassVar[bool] = True
@@ -130,17 +128,17 @@ class Labels(Head):
   def architecture(
     self, stack: architectures.Architecture
   ) -> architectures.Architecture:
-    """Returns the architecture of an encoder that reads labelled texts."""
+    """Returns the architecture of an encoder of labelled texts."""
     return architectures.reader(stack, 'labels')
 
 
 @dataclasses.dataclass(frozen=True)
 class Reward(Head):
-  """A single output, the score of an answer, without a soft-cap.
+  """A single output, the score of an answer, without soft-cap.
 
   Attributes:
-    tied: `Tokens.tied` of the language model that it was made from, which
-      Hugging Face folders state.
+    tied: `Tokens.tied` of the source language model, which Hugging Face folders
+      record.
   """
 
   kind: str = dataclasses.field(default='reward', init=False)
@@ -158,7 +156,7 @@ class Reward(Head):
     return 1
 
   def replaces(self, source: Head) -> Head:
-    """Returns a head that knows whether that of the tokens was tied."""
+    """Returns a reward head that records whether the token head was tied."""
     if isinstance(source, Reward):
       return source
     return Reward(tied=not source.module)
@@ -166,20 +164,19 @@ class Reward(Head):
   def architecture(
     self, stack: architectures.Architecture
   ) -> architectures.Architecture:
-    """Returns the architecture without generation, for pairs alone."""
+    """Returns the architecture without generation, for pairs only."""
     return dataclasses.replace(stack, generates=False, rows=('pair',))
 
 
 @dataclasses.dataclass(frozen=True)
 class Embedding(Head):
-  """The vector of a text: pooled states, projected and normalised.
+  """Text embedding: pooled states, projected and normalised.
 
   Attributes:
     pooling: one of `POOLINGS`.
     projections: widths after the pooled states.
-    dimensions: sizes of leading parts that are vectors, too (Matryoshka).
-    temperature: initial value of a temperature that is a parameter; 0 if the
-      model has none.
+    dimensions: sizes of leading parts that are also vectors (Matryoshka).
+    temperature: initial value of the learned temperature; 0 for none.
   """
 
   kind: str = dataclasses.field(default='embedding', init=False)
@@ -201,7 +198,7 @@ class Embedding(Head):
         )
 
   def sizes(self, width: int) -> tuple[int, ...]:
-    """Returns the size E of a vector, and those of its parts.
+    """Returns the size E of a vector and the sizes of its parts.
 
     Args:
       width: width D of the stack.
@@ -220,7 +217,7 @@ class Embedding(Head):
   def architecture(
     self, stack: architectures.Architecture
   ) -> architectures.Architecture:
-    """Returns the architecture of an encoder that reads texts."""
+    """Returns the architecture of an encoder of texts."""
     return architectures.reader(stack, 'texts')
 
 

@@ -1,14 +1,16 @@
-"""Key/value caches of incremental decoding.
+"""Key/value caches for incremental decoding.
 
-Every row has an index, so that rows of a batch may be at different positions.
-The slots of a layer form a ring: the entry of position p is at slot p modulo
-the number of slots, which is the length of a row in global layers and at least
-the window in local layers. The row's index alone determines the contents of a
+Every row has its own index, so rows of a batch may be at different positions.
+The slots of a layer form a ring buffer: position p is at slot p modulo the
+number of slots, which is the length of a row in global layers and at least the
+window in local layers. A row's index alone determines the position in each
 slot.
 
-Keys and values are [B, K, slots, H], the layout of a query's products, so no
+Keys and values are [B, K, slots, H], the layout of a query's products: no
 product transposes a cache. In merged attention the encoder's keys and values
 follow in the same array.
+
+The modules that read caches (`attention_layer`, `stack`) import this module.
 """
 
 from typing import Any
@@ -21,8 +23,8 @@ from jaxtyping import Array, Int
 from encdec_adapt.models import layers_index, model_config
 from encdec_adapt.ops import partition, products
 
-# Slots of a local layer are a multiple of this, to divide over the devices of a
-# sequence axis.
+# Local layers have a multiple of this many slots, to be divisible over the
+# devices of a sequence axis.
 _MULTIPLE = 16
 _AXES = ('batch', 'kv_heads', 'kv_length', 'head_dim')
 
@@ -31,7 +33,7 @@ _AXES = ('batch', 'kv_heads', 'kv_length', 'head_dim')
 class KeyValues:
   """Keys and values of a layer.
 
-  [B, S, K, H] as projected, [B, K, slots, H] in a cache.
+  [B, S, K, H] after projection, [B, K, slots, H] in a cache.
   """
 
   # Any: tree maps put shapes and shardings in the place of arrays.
@@ -46,24 +48,23 @@ class Cache:
   Attributes:
     layers: KeyValues of self-attention by layer.
     cross: KeyValues of cross-attention by layer, None for layers without it;
-      None without an encoder and in merged attention.
+      None without an encoder, and in merged attention.
     encoder_segments: 1 at the encoder's tokens, 0 at padding, int32 [B,
       source]; None without an encoder.
     index: position of the next token of each row, int32 [B].
-    length: maximum positions of a row.
+    length: maximum positions per row.
   """
 
   layers: dict[str, Any]
   cross: Any
   encoder_segments: Any
   index: Any
-  # Static, since shapes follow from it; the array of a stack with local layers
-  # only does not show it.
+  # Static: shapes depend on it, and shapes of local layers do not determine it.
   length: int = flax.struct.field(pytree_node=False)
 
   @property
   def source(self) -> int:
-    """Maximum tokens of the encoder per row; 0 without an encoder."""
+    """Maximum encoder tokens per row; 0 without an encoder."""
     segments = self.encoder_segments
     return 0 if segments is None else segments.shape[1]
 
@@ -74,24 +75,24 @@ def slots(
   """Returns the slots per row in layers of a kind, for `length` positions."""
   if kind == 'global':
     return length
-  # A query sees itself and the W - 1 tokens before it, so that W slots suffice;
-  # the mask hides the older entries of a ring that was rounded up. A row
-  # shorter than the ring never wraps around.
+  # A query sees itself and the W - 1 tokens before it, so W slots suffice; the
+  # mask hides older entries of a ring rounded up. Rows shorter than the ring
+  # never wrap around.
   return min(length, -(-config.window // _MULTIPLE) * _MULTIPLE)
 
 
 def slot_positions(last: Int[Array, 'B'], count: int) -> Int[Array, 'B slots']:
-  """Returns the position stored in each slot.
+  """Returns the position in each slot.
 
   Args:
     last: newest position of each row.
     count: number of slots.
 
   Returns:
-    The newest position up to `last` of each slot; negative for unused slots.
+    The newest position of each slot up to `last`; negative for empty slots.
   """
   last = last[:, None]
-  # The remainder of a negative number is positive in jnp, as in Python: slots
+  # Remainders of negative numbers are positive in jnp, as in Python: slots
   # ahead of a row that has not wrapped around yet get `slot - count`.
   return last - (last - jnp.arange(count)) % count
 
@@ -103,13 +104,13 @@ def empty(
   source: int,
   dtype: str,
 ) -> Cache:
-  """Returns an empty cache of a decoder.
+  """Returns an empty cache.
 
   Args:
-    config: the decoder's stack; its layers are not scanned.
-    batch: rows.
-    length: positions of a row.
-    source: tokens of the encoder per row; 0 without an encoder.
+    config: the decoder's stack, unscanned.
+    batch: number of rows.
+    length: positions per row.
+    source: encoder tokens per row; 0 without an encoder.
     dtype: dtype of keys and values.
   """
 
@@ -119,7 +120,7 @@ def empty(
 
   def make_self(prefix: str, _: int | None) -> KeyValues:
     kind = layers_index.block_kind(config, prefix)
-    # Behind the ring, out of reach of every position's slot.
+    # After the ring, beyond the slot of any position.
     memory = source if config.cross_merged and config.reads_encoder(kind) else 0
     return zeros(slots(config, kind, length) + memory)
 
@@ -145,14 +146,14 @@ def empty(
 
 def axes(cache: Any) -> Any:
   """Returns the logical axes of every leaf of a cache (arrays or shapes)."""
-  # Ranks differ: `index`, `encoder_segments`, keys and values.
+  # Leaves differ in rank: `index`, `encoder_segments`, keys and values.
   names = {1: ('batch',), 2: ('batch', 'kv_length'), 4: _AXES}
   return jax.tree.map(lambda x: names[x.ndim], cache)
 
 
 def shard(cache: Any) -> Any:
-  """Constrains every leaf of a cache by its logical axes."""
-  # `cache` comes first, so that the map ends at its leaves.
+  """Constrains the sharding of every leaf to its logical axes."""
+  # `names` arrives as a tuple: the map stops at the leaves of `cache`.
   return jax.tree.map(
     lambda x, names: partition.shard(x, *names), cache, axes(cache)
   )
@@ -165,13 +166,13 @@ def write(
 
   def write_rows(rows: jax.Array, x: jax.Array, i: jax.Array) -> jax.Array:
     if len(i) > 1:
-      # Every row has another position, and so another slot.
+      # Each row has its own position, hence its own slot.
       return jax.vmap(write_row)(rows, x, i)
     if not products.on_cpu():
-      # Mapped over one row, XLA:GPU would select the values in a kernel first.
+      # With vmap over one row, XLA:GPU would first select values in a kernel.
       return write_row(rows[0], x[0], i[0])[None]
-    # By heads: XLA:CPU turns a scatter of one index into an update that it
-    # fuses with each reader, and copies the cache for all but one of them.
+    # Scatters by head: XLA:CPU would turn a scatter with a single index into an
+    # update fused with each reader, and copy the cache for all but one reader.
     heads = jnp.arange(rows.shape[1])
     return rows.at[0, heads, i].set(x[0, :, 0], mode='promise_in_bounds')
 
@@ -198,38 +199,37 @@ def insert(
   """Replaces rows of a cache by the entries of prompts.
 
   Args:
-    config: the decoder's stack; its layers are not scanned.
+    config: the decoder's stack, unscanned.
     cache: the cache.
-    rows: rows to replace; those beyond the batch are dropped.
-    prompt: keys and values of a decoder's prompts by layer, [b, L, K, H]; None
-      if the decoder has read nothing.
-    lengths: tokens of each prompt, at least 1; the first decoding step writes
-      the last entry again, at index `lengths - 1`.
+    rows: rows to replace; rows beyond the batch are dropped.
+    prompt: keys and values of the decoder's prompts by layer, [b, L, K, H];
+      None if the decoder starts empty.
+    lengths: tokens per prompt, at least 1; the first decoding step rewrites the
+      last entry, at index `lengths - 1`.
     cross: keys and values of an encoding by layer, [b, S, K, H].
     encoder_segments: segments of the encoder's tokens; S is at most the
       cache's source.
   """
 
   def put(old: jax.Array, new: jax.Array, start: int = 0) -> jax.Array:
-    """Replaces n slots from `start` by [b, n, K, H]."""
+    """Replaces n slots from `start` on by [b, n, K, H]."""
     new = new.swapaxes(1, 2).astype(old.dtype)
-    # Rows beyond the batch pad a group of prompts to the size of its compiled
-    # program (`inference.decoding.Group`).
+    # Rows beyond the batch pad a group of prompts to the compiled size
+    # (`inference.decoding.Group`).
     return old.at[rows, :, start : start + new.shape[2]].set(new, mode='drop')
 
-  # Slots behind the entries that are put keep those of the row's last prompt:
-  # the new index makes their positions negative, and the new segments are 0
-  # there, so that masks hide them.
+  # Later slots keep entries of the row's previous prompt. Masks hide them: the
+  # new index makes their positions negative, and the new segments are 0 there.
   def put_layer(prefix: str, _: int | None) -> KeyValues:
     entries = layers_index.get_block(cache.layers, prefix)
     kind = layers_index.block_kind(config, prefix)
     count = slots(config, kind, cache.length)
     if prompt is not None:
-      # Gathered by slot, not scattered by position: in a prompt longer than the
-      # ring several positions share a slot, and the newest must win.
+      # Gathers by slot instead of scattering by position: in prompts longer
+      # than the ring, positions share slots, and the newest must win.
       positions = slot_positions(lengths - 1, count)[:, :, None, None]
       new = jax.tree.map(
-        # A slot without a position gets any entry; masks hide it.
+        # Empty slots get arbitrary entries; masks hide them.
         lambda x: jnp.take_along_axis(x, jnp.maximum(positions, 0), axis=1),
         layers_index.get_block(prompt, prefix),
       )
@@ -240,15 +240,15 @@ def insert(
     return entries
 
   replaced = {'layers': layers_index.map_blocks(config, put_layer)}
-  # A prompt leaves only keys and values: its last token is read again, to
-  # predict the first generated token.
+  # The prefill keeps only keys and values: the last token is read again for its
+  # states, which predict the first generated token.
   start = jnp.zeros_like(rows) if lengths is None else lengths - 1
   replaced['index'] = cache.index.at[rows].set(start, mode='drop')
   if cache.cross is not None:
     replaced['cross'] = jax.tree.map(put, cache.cross, cross)
   if encoder_segments is not None:
-    # Written to the full width, so that the end of a longer source that the row
-    # had before becomes padding.
+    # Writes the full width, so that the end of a longer previous source becomes
+    # padding.
     padding = cache.source - encoder_segments.shape[1]
     segments = jnp.pad(encoder_segments, [(0, 0), (0, padding)])
     replaced['encoder_segments'] = cache.encoder_segments.at[rows].set(
@@ -260,13 +260,13 @@ def insert(
 def resize(
   config: model_config.StackConfig, cache: Cache, length: int, source: int
 ) -> Cache:
-  """Changes the lengths of a cache; rows in use must fit the new lengths.
+  """Resizes a cache; rows in use must fit the new lengths.
 
   Args:
-    config: the decoder's stack; its layers are not scanned.
+    config: the decoder's stack, unscanned.
     cache: the cache.
-    length: positions of a row.
-    source: tokens of the encoder per row.
+    length: positions per row.
+    source: encoder tokens per row.
   """
 
   def fit(x: jax.Array, size: int, axis: int = 2) -> jax.Array:
@@ -275,8 +275,8 @@ def resize(
     return jax.lax.pad(x, jnp.zeros((), x.dtype), padding)
 
   # The number of slots changes only if the shorter row fits into its ring. Rows
-  # in use fit the shorter row, so that none has wrapped around: position p has
-  # slot p before and after, and a cut removes slots that no row uses.
+  # in use fit the shorter row, so none has wrapped around: position p is in
+  # slot p before and after, and shrinking removes only unused slots.
   def fit_layer(prefix: str, _: int | None) -> KeyValues:
     kind = layers_index.block_kind(config, prefix)
     old, new = (slots(config, kind, n) for n in (cache.length, length))
@@ -285,7 +285,7 @@ def resize(
       ring = fit(x[:, :, :old], new)
       if x.shape[2] == old:
         return ring
-      # The entries of the encoder follow the end of the ring.
+      # The encoder's entries follow the ring.
       return jnp.concatenate([ring, fit(x[:, :, old:], source)], axis=2)
 
     return jax.tree.map(fit_slots, layers_index.get_block(cache.layers, prefix))
@@ -307,13 +307,13 @@ def take_rows(cache: Cache, rows: Int[Array, 'b']) -> Cache:
 
 
 def reorder(cache: Cache, rows: Int[Array, 'B']) -> Cache:
-  """Exchanges the generated entries of rows with equal prompts and lengths."""
-  # Rows with equal prompts and lengths have equal cross-attention, segments and
-  # indices: no copies needed.
+  """Permutes the generated entries of rows with equal prompts and lengths."""
+  # Equal prompts and lengths have equal cross-attention entries, segments and
+  # indices: no need to copy them.
   layers = jax.tree.map(lambda x: x[rows], cache.layers)
   return shard(cache.replace(layers=layers))
 
 
 def transposed(entries: KeyValues) -> KeyValues:
-  """Returns the entries of a cache in attention's layout, [B, S, K, H]."""
+  """Transposes cache entries to the layout of attention, [B, S, K, H]."""
   return jax.tree.map(lambda x: x.swapaxes(1, 2), entries)

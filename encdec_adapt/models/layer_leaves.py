@@ -1,9 +1,11 @@
-"""Names of parameters, independent of the storage of a stack.
+"""Parameter names independent of how a stack is stored.
 
 A leaf is named by its layer, 'decoder/layers/3/mlp/gate', whether it is a slice
 of a scanned block or a separate array in the tail. So models with different
-layer patterns have the same name for the same weight. Checkpoints and exporters
-read and write arrays by these names.
+layer patterns have the same name for the same weight.
+
+Has names and locations, no arrays. Imports neither checkpoints nor exporters;
+they read and write arrays by these names.
 """
 
 from collections.abc import Mapping
@@ -22,7 +24,7 @@ class Leaf:
   Attributes:
     shape: shape of the leaf, without the `layers` axis.
     path: path of the stored array, joined with '/'.
-    index: index on that array's `layers` axis; None without the axis.
+    index: index on the array's `layers` axis, or None without this axis.
   """
 
   shape: tuple[int, ...]
@@ -56,9 +58,9 @@ def stored_leaves(leaves: Mapping[str, Leaf]) -> dict[str, list[str]]:
     leaves: result of `leaves_of`.
 
   Returns:
-    Path of the array -> names.
+    Path of the array -> leaf names.
   """
-  # Sorted by number: by name, layer 10 would come before layer 2.
+  # Sorted by number: by name, layer 10 would precede layer 2.
   stored: dict[str, list[str]] = {}
   for name in sorted(leaves, key=lambda name: leaves[name].index or 0):
     stored.setdefault(leaves[name].path, []).append(name)
@@ -66,11 +68,11 @@ def stored_leaves(leaves: Mapping[str, Leaf]) -> dict[str, list[str]]:
 
 
 def layer_of(leaf: str) -> int | None:
-  """Returns the layer number in a leaf's name; None outside the layers."""
+  """Returns the layer number in a leaf's name; None outside layers."""
   match = _LAYER.search(leaf)
   return int(match.group(1)) if match else None
 
 
 def with_layer(leaf: str, text: str) -> str:
-  """Replaces the layer number in a leaf's name."""
+  """Returns the leaf's name with `text` in place of the layer number."""
   return _LAYER.sub(f'/layers/{text}/', leaf)

@@ -1,12 +1,14 @@
-"""Modules without attention: RMSNorm, the embedding table, the MLP.
+"""Modules without attention: RMSNorm, embedding table, MLP.
 
 Initialisation of all models: kernels are truncated normal with variance
-1 / fan-in, so that projections keep unit variance (about Hugging Face's 0.02 at
-width 2304, and right at toy widths too); tables are normal with variance 1 / D,
-so that embeddings scaled by sqrt(D) have unit variance and tied logits start
-near N(0, 1); norm scales give a gain of 1. A stack with relative positions
-starts like T5 (arXiv:1910.10683): unscaled embeddings with variance 1, and
-queries with variance 1 / (D H), as scores are not divided by sqrt(H).
+1 / fan-in, so that projections keep unit variance (about the 0.02 of Hugging
+Face at width 2304, and suitable for toy widths too); tables are normal with
+variance 1 / D, so that embeddings scaled by sqrt(D) have unit variance and tied
+logits start near N(0, 1); norm scales give a gain of 1. Stacks with relative
+positions start like T5 (arXiv:1910.10683): unscaled embeddings with variance 1,
+and queries with variance 1 / (D H), since scores are not divided by sqrt(H).
+
+Imports neither attention nor modules that consist of layers.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +33,7 @@ from encdec_adapt.ops import (
   relative_bias,
 )
 
-# Logical axes of merged kernels (`merge`), by joined name.
+# Logical axes of merged kernels (`merge`) by name.
 MERGED: dict[str, tuple[str | None, ...]] = {
   **dict.fromkeys(
     ('query_key_value', 'key_value'), ('embed', 'kv_heads', None, None)
@@ -53,7 +55,7 @@ def kernel_init(
     axes: logical name of each dimension.
     in_axis: contracted dimensions.
     out_axis: output dimensions.
-    batch_axis: dimensions over separate kernels.
+    batch_axis: dimensions that count kernels.
     scale: factor of the variance.
   """
   init = nn.initializers.variance_scaling(
@@ -63,7 +65,7 @@ def kernel_init(
 
 
 def bias_init(*axes: str) -> nn.initializers.Initializer:
-  """Returns the initialiser of a bias, zeros, with these logical axes."""
+  """Returns the zero initialiser of a bias with these logical axes."""
   return nn.with_logical_partitioning(nn.initializers.zeros, axes)
 
 
@@ -81,7 +83,7 @@ def norm(
   x: Float[Array, '*L D'],
   scale: Float[Array, 'D'],
 ) -> Float[Array, '*L D']:
-  """Returns the stack's RMSNorm over the last axis."""
+  """Applies the stack's RMSNorm over the last axis."""
   one_plus = config.norm_gain == 'one_plus'
   return norms.rms_norm(x, scale, config.norm_eps, one_plus=one_plus)
 
@@ -99,16 +101,17 @@ class RMSNorm(nn.Module):
 
 
 def dropout(x: Float[Array, 'B L D'], rate: float) -> Float[Array, 'B L D']:
-  """Applies dropout: zeroes values, and scales the others by 1 / (1 - rate).
+  """Applies dropout, scaling the remaining values by 1 / (1 - rate).
 
-  Call inside a module with the random stream 'dropout', unless the rate is 0.
-  The masks do not depend on the sharding (`jax_threefry_partitionable`).
+  Unless the rate is 0, call it inside a module with the random stream
+  'dropout'. Masks do not depend on the sharding
+  (`jax_threefry_partitionable`).
   """
   return nn.Dropout(rate, deterministic=False)(x) if rate else x
 
 
 class Embedder(nn.Module):
-  """Maps token ids to the states that enter the first layer."""
+  """Maps token ids to the input states of the first layer."""
 
   config: model_config.StackConfig
   dtype: str
@@ -120,11 +123,11 @@ class Embedder(nn.Module):
     std = 1.0 if cfg.relative else cfg.width**-0.5
     table = make_table(self, cfg, cfg.vocab_size, std)
     x = embedding.lookup(table, tokens, self.dtype)
-    # sqrt(D) is rounded to the dtype first, as in transformers: weights trained
-    # in bfloat16 expect 55.5, not 55.43, at width 3072.
+    # Rounds sqrt(D) to the dtype first, as in transformers: weights trained in
+    # bfloat16 expect 55.5, not 55.43, at width 3072.
     if cfg.scale_embeddings:
       x = x * jnp.sqrt(jnp.float32(cfg.width)).astype(self.dtype)
-    # After the scaling: T5Gemma 2 does not scale this vector.
+    # After the scaling, which T5Gemma 2 does not apply to this vector.
     if cfg.eoi_token is not None:
       init = bias_init('table_embed')
       vector = self.param('eoi', init, (cfg.width,), jnp.float32)
@@ -145,7 +148,7 @@ class Head(nn.Module):
 
 
 class EmbeddingHead(nn.Module):
-  """Declares projections and temperature; see `embedding_head.project`."""
+  """Declares projections and temperature for `embedding_head.project`."""
 
   config: model_config.StackConfig
 
@@ -157,9 +160,9 @@ class EmbeddingHead(nn.Module):
       init = kernel_init(axes[:: -1 if i % 2 else 1], 0, 1)
       self.param(f'projection_{i}', init, shape, jnp.float32)
     if head.temperature:
-      # Its logarithm, so that every value is a temperature.
+      # Its logarithm, so that any parameter value is a valid temperature.
       value = nn.initializers.constant(math.log(head.temperature))
-      init = nn.with_logical_partitioning(value, ('reward',))  # Not divided.
+      init = nn.with_logical_partitioning(value, ('reward',))  # Not sharded.
       self.param('log_temperature', init, (1,), jnp.float32)
 
 
@@ -176,9 +179,9 @@ def make_table(
     module: the module.
     config: the stack.
     rows: rows without padding.
-    std: standard deviation of its initial values.
+    std: standard deviation of the initial values.
   """
-  # The single row of a reward model is neither padded nor divided.
+  # The single row of a reward model is neither padded nor sharded.
   is_divided = rows > 1
   init = nn.with_logical_partitioning(
     nn.initializers.normal(std),
@@ -205,9 +208,10 @@ def declare_bias(
 def parameters(
   module: nn.Module, declare: Callable[[], dict[str, Any]]
 ) -> Mapping[str, Any]:
-  """Returns the parameters of a module by name; declares them at init.
+  """Returns the parameters of a module by name.
 
-  In `apply` they may have any form: merged kernels, `Quantized` or `Adapted`.
+  Declares them during initialisation; otherwise returns the applied parameters
+  in any form: arrays, merged kernels, `Quantized` or `Adapted`.
   """
   if module.is_initializing():
     return declare()
@@ -220,10 +224,10 @@ def declare(
   init: nn.initializers.Initializer,
   shape: Sequence[int],
 ) -> Any:
-  """Declares a kernel, float32 [*shape], as a parameter of a module.
+  """Declares a float32 kernel [*shape] as a parameter of a module.
 
   Returns:
-    The array, or the `Quantized` or `Adapted` that replaces it.
+    The array, or the `Quantized` or `Adapted` kernel in its place.
   """
   if module.has_variable('params', name):
     kernel = module.get_variable('params', name)
@@ -239,9 +243,9 @@ def logits(
   vocab_size: int,
   softcap: float | None,
 ) -> Float[Array, 'B T vocab']:
-  """Computes soft-capped float32 logits of the vocabulary's tokens."""
+  """Computes soft-capped float32 logits without padding columns."""
   x = products.logits(hidden, table.astype(hidden.dtype))
-  # Slice after the constraint: only with padding does V divide over the mesh.
+  # Slices after the constraint: only the padded V is divisible over the mesh.
   x = partition.shard(x, 'batch', 'length', 'act_vocab')[..., :vocab_size]
   return x if softcap is None else activations.softcap(x, softcap)
 
@@ -249,8 +253,8 @@ def logits(
 def rewards(
   table: Float[Array, 'V D'], states: Float[Array, 'B D']
 ) -> Float[Array, 'B']:
-  """Computes float32 rewards, the products of states and the first row."""
-  # Not a matrix product: TPUs would compute it in bfloat16.
+  """Computes float32 rewards: products of states with the table's first row."""
+  # Not a matmul, which TPUs would compute in bfloat16.
   return jnp.sum(states.astype(jnp.float32) * table[0], axis=-1)
 
 
@@ -264,28 +268,28 @@ def project(
 ) -> Float[Array, 'B L *J']:
   """Projects states with a kernel and adds a bias, rounding once.
 
-  With an adapter (LoRA, arXiv:2106.09685) computes x W + scale (x A) B, never
-  the merged kernel W + scale A B. A quantised kernel is dequantised here, and
-  again in the backward pass, so that only one layer is dense at a time.
+  With an adapter (LoRA, arXiv:2106.09685) computes x W + scale (x A) B, without
+  W + scale A B. A quantised kernel is dequantised here, and again in the
+  backward pass, so that only one layer is dense at a time.
 
-  On CPUs both operands are flattened to matrices: if a product contracts
-  several dimensions (batch and length in the gradients of kernels, heads and
-  head_dim in the gradients of states), XLA:CPU first copies its operands into
-  transposed order, which costs a fifth of a training step. TPUs and GPUs choose
-  layouts without copies, which a merged shape would prevent; merging a sharded
-  length would also gather it.
+  On CPUs both operands are flattened to matrices: for contractions over several
+  dimensions (batch and length in the gradients of kernels, heads and head_dim
+  in gradients of states), XLA:CPU first copies its operands into transposed
+  order, which costs a fifth of a training step. TPUs and GPUs choose layouts
+  without copies, which flattening would prevent; flattening would also gather a
+  sharded length.
 
   With a bias or an adapter the sum is computed in fp32: rounding the product
-  first would move the bf16 logits of Qwen and Llama up to half as far again
-  from transformers. On CPUs every product is fp32 (`ops.products`).
+  first would increase the distance of Qwen's and Llama's bf16 logits to
+  transformers' by up to half. On CPUs all products are fp32 (`ops.products`).
 
   Args:
     x: states; the dimensions after the first two are contracted.
-    kernel: [*I, *J], an array or a kernel of `ops.kernel_forms`; None, or an
-      adapter of None, with `product`.
-    bias: added to the product; None for none.
+    kernel: [*I, *J], an array or a kernel of `ops.kernel_forms`; with `product`
+      None, or an adapter of None.
+    bias: added to the product, or None.
     axes: logical axes of the kernel.
-    product: the product, if already computed by `project_all`.
+    product: the product, if `project_all` has computed it.
 
   Returns:
     The projected states in the dtype of `x`.
@@ -304,9 +308,8 @@ def project(
     y = y + adapter.scale * update
   if bias is not None:
     y = y + bias.astype(x.dtype).astype(jnp.float32)
-  # Rounded, and so half as large: policies save no product before it, of which
-  # there are two with an adapter, and that of integers is inside of another
-  # checkpoint.
+  # Names the rounded result, of half the size, not the products: an adapter has
+  # two, and the product of a quantised kernel is inside another checkpoint.
   is_wide = math.prod(y.shape[2:]) > 2 * math.prod(x.shape[2:])
   name = products.WIDE if is_wide else products.NARROW
   return checkpoint_name(y.astype(x.dtype), name)
@@ -317,13 +320,13 @@ def project_all(
   params: Mapping[str, Any],
   axes: Mapping[str, Sequence[str]],
 ) -> list[jax.Array]:
-  """Projects states with several kernels and adds their biases; see `project`.
+  """Projects states with several kernels and adds biases; see `project`.
 
   Args:
     x: states.
-    params: kernels by name, or merged kernels by joined name, with their
-      adapters; biases as 'NAME_bias'.
-    axes: logical axes of each kernel [*I, *J], by name.
+    params: kernels by name, or merged kernels (`merge`) by joined names with
+      separate adapters; biases as 'NAME_bias'.
+    axes: logical axes of each kernel [*I, *J] by name.
 
   Returns:
     The projected states [B, L, *J] of each kernel.
@@ -337,7 +340,7 @@ def project_all(
     if y.ndim == 3:
       y = y.reshape(*x.shape[:2], partition.active().size('mlp'), -1)
       outputs, unit = (-1,), y.shape[3] // len(axes)
-    # Only the first kernel may have more units than one.
+    # Only the first kernel may have several units.
     start = y.shape[3] - unit * (len(axes) - 1)
     parts = jnp.split(y, [*range(start, y.shape[3], unit)], axis=3)
     computed = [part.reshape(*x.shape[:2], *outputs) for part in parts]
@@ -350,10 +353,10 @@ def project_all(
 
 
 def merge(name: str, kernels: Sequence[Any], groups: int) -> Any:
-  """Merges kernels that multiply the same states.
+  """Merges several kernels with the same inputs.
 
-  Groups of outputs are consecutive, each with its part of every kernel: with
-  sharded groups a device has the parts of its heads and features, and
+  Outputs are ordered by group, each with its part of every kernel: if groups
+  are sharded, a device has the parts of its own heads or features, and
   `project_all` splits the product without communication.
 
   Args:
@@ -372,9 +375,9 @@ def merge(name: str, kernels: Sequence[Any], groups: int) -> Any:
       [x.reshape(rows, groups, -1, width) for x in arrays], axis=2
     )
     inputs, *outputs = MERGED[name]
-    # A TPU would copy a matrix with dimensions as small as the number of parts.
+    # TPUs would copy a matrix with a dimension as small as the number of parts.
     y = y.reshape(rows, -1) if len(outputs) == 1 else y
-    # Scales have no inputs.
+    # A scale has no inputs.
     return partition.shard(y, inputs if rows > 1 else None, *outputs)
 
   return jax.tree.map(join, *kernels)
@@ -383,7 +386,7 @@ def merge(name: str, kernels: Sequence[Any], groups: int) -> Any:
 def _multiply(
   x: jax.Array, kernel: Any, axes: Sequence[str | None], accumulate: Any
 ) -> jax.Array:
-  """Multiplies states [B, L, *I] by a kernel [*I, *J] without an adapter.
+  """Multiplies states [B, L, *I] by a kernel [*I, *J] without adapter.
 
   Args:
     x: states.
@@ -393,15 +396,14 @@ def _multiply(
       products are float32.
   """
   if isinstance(kernel, kernel_forms.Quantized):
-    # Otherwise the dense kernels of all layers would be kept for the backward
-    # pass.
+    # Otherwise the backward pass would keep the dense kernels of all layers.
     @jax.checkpoint
     def multiply(x, kernel):
       return _multiply(x, kernel.dequantize(x.dtype), axes, accumulate)
 
     return multiply(x, kernel)
-  # Cast first, so that the gradient is summed over the mesh in the dtype of the
-  # computation: in bfloat16 half as many bytes.
+  # Casts first, so that the gradient is summed over the mesh in the compute
+  # dtype: half as many bytes in bfloat16.
   kernel = partition.sum_gradient_in_stages(kernel.astype(x.dtype), *axes)
   contracted = x.ndim - 2
   if products.on_cpu() and partition.active().size('length') == 1:

@@ -1,11 +1,12 @@
 """Maps layer numbers to paths in the parameter tree.
 
-The only module that depends on the storage of layers.
+The only module that depends on how layers are stored. Imports the stack config,
+but no modules of layers.
 
-A stack of `layers` layers repeats its pattern `repeats` times, stacked leaf by
-leaf along a leading axis under 'blocks', and has a tail of layers with separate
-leaves under 'tail'. Dense layers before layers with experts also have separate
-leaves, under 'lead'.
+A stack of `layers` layers repeats its pattern `repeats` times, with leaves
+stacked along a leading axis under 'blocks', then has a tail of layers with
+separate leaves under 'tail'. Dense layers before layers with experts have
+separate leaves too, under 'lead'.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,12 +34,12 @@ def layer_location(
 
   Returns:
     The prefix of its leaves' paths ('lead/layer_j', 'blocks/layer_j' or
-    'tail/layer_j'), and the index along their leading axis; None without it.
+    'tail/layer_j'), and the index along their leading axis, None if they are
+    not stacked.
   """
   if i < len(stack.lead):
     return f'{_LEAD}/layer_{i}', None
-  # Counted from the end of `lead`, as `StackConfig.cycle` is turned to start
-  # there.
+  # Counted from the end of `lead`, where the rotated `cycle` starts.
   repeat, j = divmod(i - len(stack.lead), len(stack.pattern))
   if repeat < stack.repeats:
     return f'{_BLOCKS}/layer_{j}', repeat
@@ -71,12 +72,12 @@ def map_blocks(
   Args:
     stack: the stack's shape.
     fn: called with the prefix of the leaves and the length of their leading
-      axis; None without it.
+      axis, None if they are not stacked.
   """
   sizes: dict[str, int | None] = {}
   for i in range(stack.layers):
     prefix, index = layer_location(stack, i)
-    # Layers are in order: the last index of a block is the largest.
+    # Layers are in order, so a block's last index is the largest.
     sizes[prefix] = None if index is None else index + 1
   tree: dict[str, dict[str, Any]] = {}
   for prefix, size in sizes.items():
@@ -92,8 +93,8 @@ def get_block(params: Tree, prefix: str) -> Any:
 
 
 def unroll(stack: model_config.StackConfig) -> model_config.StackConfig:
-  """Returns the same stack with separate leaves for every layer."""
-  # A pattern longer than the stack is never repeated, so nothing is scanned.
+  """Returns the stack with separate leaves for every layer."""
+  # A pattern longer than the stack never repeats, so nothing is scanned.
   kinds = [stack.layer_kind(i) for i in range(stack.layers)]
   return dataclasses.replace(stack, pattern=(*kinds, kinds[-1]))
 
@@ -101,7 +102,7 @@ def unroll(stack: model_config.StackConfig) -> model_config.StackConfig:
 def unroll_params(
   stack: model_config.StackConfig, params: Tree
 ) -> dict[str, Any]:
-  """Converts a stack's parameters to those of `unroll(stack)`."""
+  """Converts a stack's parameters to parameters of `unroll(stack)`."""
   unrolled = {
     name: tree
     for name, tree in params.items()

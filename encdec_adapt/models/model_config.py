@@ -1,7 +1,7 @@
-"""Shapes of models as frozen dataclasses, without arrays.
+"""Model shapes as frozen dataclasses: data only, no arrays.
 
-A decoder-only model is a single stack; an encoder-decoder has two stacks, which
-may differ in every field.
+A decoder-only model is a single stack, an encoder-decoder two stacks that may
+differ in every field. Modules of layers import this module.
 """
 
 import dataclasses
@@ -18,9 +18,9 @@ LayerKind = Literal['local', 'global']
 
 EOI_TOKEN = 256000  # The end of an image in Gemma 3's vocabulary.
 
-# Keys in force only with rotary positions.
+# Keys used only with rotary positions.
 _OF_ROTARY = ('rope_theta', 'rope_scaling', 'local_rope_theta')
-# Keys in force only in a stack with experts.
+# Keys used only in stacks with experts.
 _OF_EXPERTS = (
   'experts_per_token',
   'expert_mlp_width',
@@ -35,30 +35,29 @@ _OF_EXPERTS = (
 class StackConfig:
   """A transformer stack; the defaults are a small Gemma 2.
 
-  Fields made by `keys.key` are the configuration keys of
-  `config.model.encoder` and `config.model.decoder`. The other fields follow
-  from the model of the stack:
+  Fields with `keys.key` are the configuration keys of `config.model.encoder`
+  and `config.model.decoder`. The model sets the other fields:
 
   Attributes:
-    vocab_multiple: the embedding table is padded to a multiple of this number
-      of rows, to divide over a mesh. Padding rows are masked in every loss and
-      stripped on export.
+    vocab_multiple: the embedding table is padded to a multiple of this many
+      rows, to be divisible over a mesh. Padding rows are masked in every loss
+      and stripped on export.
     role: 'causal', 'prefix' (bidirectional over the inputs, then causal) or
       'bidirectional' self-attention.
-    cross_width: encoder width for cross-attention; None for a stack without
+    cross_width: width of the encoder for cross-attention; None without
       cross-attention.
-    cross_merged: a single attention over the decoder's and the encoder's
-      keys, with the same projections (T5Gemma 2), instead of two.
-    cross_layers: which layers read the encoder, 'all' or 'global'.
+    cross_merged: whether to use a single attention over the decoder's and the
+      encoder's keys, with shared projections (T5Gemma 2), instead of two.
+    cross_layers: layers that attend to the encoder, 'all' or 'global'.
     window_rule: bidirectional local window, 'exclusive' |q-k| < W (the
       authors' code), 'inclusive' |q-k| <= W (transformers 5.23 eager) or
       'centered', W keys around the query (T5Gemma 2).
     eoi_token: token with a separate, unscaled embedding (T5Gemma 2's end of
       image), or None.
-    head: output head; `heads.Head()` in an encoder.
+    head: head of the stack; `heads.Head()` in an encoder.
   """
 
-  # `presets` gives the first six fields by position.
+  # `presets` passes the first six fields by position.
 
   layers: int = keys.key(4, 'Number of layers.', at_least=1)
   width: int = keys.key(128, 'Residual width D.', at_least=1)
@@ -227,8 +226,8 @@ class StackConfig:
 
   def _check_experts(self) -> None:
     if not self.experts:
-      # A key without effect is a mistake: the run would not have the model that
-      # its config seems to describe.
+      # A key without effect is an error: the model would differ from what the
+      # config seems to describe.
       for name in _OF_EXPERTS:
         if value := getattr(self, name):
           raise errors.UserError(
@@ -262,24 +261,24 @@ class StackConfig:
 
   @property
   def relative(self) -> relative_bias.Positions | None:
-    """Buckets of a relative position bias; None for rotary positions."""
+    """The relative position bias; None for rotary positions."""
     return None if self.positions.kind == 'rotary' else self.positions
 
   @property
   def lead(self) -> tuple[LayerKind, ...]:
-    """Kinds of the dense layers before those with experts."""
+    """Kinds of the leading dense layers."""
     return tuple(self.layer_kind(i) for i in range(self.dense_layers))
 
   @property
   def cycle(self) -> tuple[LayerKind, ...]:
-    """The repeated pattern of the layers after `lead`."""
-    # The kinds of layers count from layer 0, with or without leading ones.
+    """The pattern of the layers after `lead`, rotated."""
+    # Kinds count from layer 0, including leading layers.
     start = self.dense_layers % len(self.pattern)
     return self.pattern[start:] + self.pattern[:start]
 
   @property
   def repeats(self) -> int:
-    """Number of repeats of the whole pattern, as scanned layers."""
+    """Number of whole, scanned repeats of the pattern."""
     return (self.layers - self.dense_layers) // len(self.pattern)
 
   @property
@@ -299,11 +298,11 @@ class StackConfig:
 
   @property
   def outputs(self) -> int:
-    """Number of logits of a state."""
+    """Number of logits per state."""
     return self.head.outputs(self.vocab_size)
 
   def layer_kind(self, layer: int) -> LayerKind:
-    """Returns the kind of layer number `layer`, from 0."""
+    """Returns the kind of layer `layer`, from 0."""
     return self.pattern[layer % len(self.pattern)]
 
   def reads_encoder(self, kind: LayerKind) -> bool:
@@ -319,12 +318,12 @@ class DecoderOnlyConfig:
 
   The three differ only in the role of the stack, so each may start from the
   weights of another. An encoder-only model is a bidirectional stack with a head
-  for masked tokens; other heads make a stack a classifier, a reward model or an
-  embedding model.
+  for masked tokens; other heads turn stacks into classifiers, reward models and
+  embedding models.
   """
 
   decoder: StackConfig
-  # No second stack shares it.
+  # No second stack to share it.
   shared_table: ClassVar[bool] = False
 
   @property
@@ -351,8 +350,8 @@ class EncoderDecoderConfig:
   Attributes:
     encoder: the encoder's stack.
     decoder: the decoder's stack.
-    shared_table: whether the encoder has no embedding table and reads the
-      decoder's (T5Gemma 2).
+    shared_table: whether the encoder uses the decoder's embedding table
+      (T5Gemma 2).
   """
 
   encoder: StackConfig
@@ -360,7 +359,7 @@ class EncoderDecoderConfig:
   shared_table: bool = False
 
   def __post_init__(self):
-    # A pattern may be longer than the stack, with a kind that no layer has.
+    # A pattern longer than the stack may have a kind without layers.
     kinds = set(self.decoder.pattern[: self.decoder.layers])
     if not any(self.decoder.reads_encoder(kind) for kind in kinds):
       raise errors.UserError(
@@ -403,14 +402,14 @@ def encoder_decoder(
   shared_table: bool = False,
   **cross: Any,
 ) -> EncoderDecoderConfig:
-  """Makes an encoder-decoder from two decoder-only stacks.
+  """Builds an encoder-decoder from two decoder-only stacks.
 
   Args:
-    encoder: becomes the encoder, without a head.
+    encoder: becomes the encoder; its head is dropped.
     decoder: becomes the decoder.
     causal_encoder: whether the encoder attends causally.
     shared_table: see `EncoderDecoderConfig`. By default the encoder keeps a
-      separate table (T5Gemma ties the decoder's head only).
+      separate table (T5Gemma ties only the decoder's head).
     **cross: `cross_merged` and `cross_layers` of the decoder.
   """
   return EncoderDecoderConfig(
@@ -433,15 +432,15 @@ def t5gemma2(
   eoi_token: int = EOI_TOKEN,
   **options: Any,
 ) -> EncoderDecoderConfig:
-  """Makes a T5Gemma 2 from two Gemma 3 stacks (arXiv 2512.14856).
+  """Builds a T5Gemma 2 from two Gemma 3 stacks (arXiv 2512.14856).
 
   It has merged attention, a shared table, a separate vector for the end of an
-  image, and W keys around the query in the encoder's local layers.
+  image, and centered windows of W keys in the encoder's local layers.
 
   Args:
     encoder: becomes the encoder.
     decoder: becomes the decoder.
-    eoi_token: the end of an image, `StackConfig.eoi_token` of both.
+    eoi_token: the end of an image, `StackConfig.eoi_token` of both stacks.
     **options: further options of `encoder_decoder`.
   """
   return encoder_decoder(
@@ -454,7 +453,7 @@ def t5gemma2(
 
 
 def without_cross_attention(decoder: StackConfig) -> DecoderOnlyConfig:
-  """Returns a decoder as a decoder-only model, without cross-attention."""
+  """Returns the decoder as a decoder-only model."""
   stack = dataclasses.replace(
     decoder, cross_width=None, cross_merged=False, cross_layers='all'
   )
@@ -466,7 +465,7 @@ def with_head(config: ModelConfig, head: heads_lib.Head) -> ModelConfig:
 
   Args:
     config: the model.
-    head: the head; a reward has no soft-cap.
+    head: the head; reward heads have no soft-cap.
   """
   fields: dict[str, Any] = {'head': head}
   if isinstance(head, heads_lib.Reward):
@@ -476,7 +475,7 @@ def with_head(config: ModelConfig, head: heads_lib.Head) -> ModelConfig:
 
 
 def reward_model(config: ModelConfig) -> ModelConfig:
-  """Returns a model with a reward head."""
+  """Returns the model with a reward head."""
   return with_head(config, heads_lib.Reward().replaces(config.decoder.head))
 
 
@@ -487,7 +486,7 @@ def prompt_model(
   stack = config.prompt_reader
   role = stack.role
   if isinstance(head, heads_lib.Embedding) and role == 'prefix':
-    # All of a prompt is prefix, which is bidirectional.
+    # A prompt is all prefix, hence bidirectional.
     role = 'bidirectional'
   return DecoderOnlyConfig(dataclasses.replace(stack, role=role, head=head))
 
@@ -496,10 +495,10 @@ def with_head_of(config: ModelConfig, target: ModelConfig) -> ModelConfig:
   """Returns the part of a model that initialises a target, with its head.
 
   Args:
-    config: the model.
-    target: the initialised model. A classifier, an embedding model and an
-      encoder-only model start from the prompt-reading stack; others from all
-      stacks.
+    config: the source model.
+    target: the model to initialise. Classifiers, embedding models and
+      encoder-only models take only the prompt-reading stack; all others take
+      every stack.
   """
   head = target.decoder.head
   if not target.architecture.is_encoder:
@@ -509,20 +508,20 @@ def with_head_of(config: ModelConfig, target: ModelConfig) -> ModelConfig:
     if isinstance(head, heads_lib.Tokens):
       head = source
     elif isinstance(head, heads_lib.Embedding):
-      # Trained projections are not replaced by others.
+      # Keeps trained projections.
       head = dataclasses.replace(head, projections=source.projections)
   return prompt_model(config, head)
 
 
 def source_stack(target: ModelConfig, source: ModelConfig) -> str:
-  """Returns the name of the source's stack that fills a stack of the target."""
+  """Returns the name of the source stack for the target's decoder."""
   if not target.architecture.is_encoder:
     return 'decoder'
   return source.architecture.prompt_stack
 
 
 def with_vocab_multiple(config: ModelConfig, multiple: int) -> ModelConfig:
-  """Returns the model with its tables padded to a multiple of rows."""
+  """Returns the model with tables padded to a multiple of `multiple` rows."""
   return dataclasses.replace(
     config,
     **{
@@ -533,7 +532,7 @@ def with_vocab_multiple(config: ModelConfig, multiple: int) -> ModelConfig:
 
 
 def differences(model: ModelConfig, reference: ModelConfig) -> list[str]:
-  """Returns the fields in which two models differ, except table padding.
+  """Returns the differing fields of two models, except table padding.
 
   Returns:
     Lines such as 'decoder.width is 16 and 32'; empty for equal models.
@@ -545,7 +544,7 @@ def differences(model: ModelConfig, reference: ModelConfig) -> list[str]:
     traverse_util.flatten_dict(dataclasses.asdict(config), sep='.')
     for config in (model, reference)
   )
-  # Only one of two models may have a head with fields.
+  # The heads may have different fields.
   names = dict.fromkeys([*values, *expected])
   return [
     f'{name} is {value!r} and {expected.get(name)!r}'

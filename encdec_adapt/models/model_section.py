@@ -1,6 +1,6 @@
-"""The configuration section `model`: converts keys to a model, and back.
+"""The configuration section `model`: converts models to keys and back.
 
-Checks only the keys of this section; `encdec_adapt.config` checks them against
+Has only the keys of this section; `encdec_adapt.config` checks them against
 other sections.
 """
 
@@ -59,11 +59,10 @@ class HeadSection:
     keys.require_defaults(values, defaults, _HEAD, reason)
 
   def check(self, head: heads.Head) -> None:
-    """Checks that loss and objective lead to this head.
+    """Checks that loss and objective of a job imply this head.
 
     Args:
-      head: head of the model; loss and objective may replace the default,
-        tokens.
+      head: head of the model; may have replaced the default, tokens.
 
     Raises:
       UserError: an option differs.
@@ -80,26 +79,26 @@ class HeadSection:
         )
 
   def before_training(self) -> 'HeadSection':
-    """Returns the head before changes by loss and objective."""
+    """Returns the section before changes by loss and objective."""
     if self.kind in ('labels', 'reward'):
       return HeadSection(tied=self.tied)
     return dataclasses.replace(self, temperature=0.0)
 
   @classmethod
   def of(cls, head: heads.Head) -> 'HeadSection':
-    """Returns the section that describes a head."""
+    """Returns the section of a head."""
     options = {name: getattr(head, name) for name in _options(head.kind)}
     return cls(kind=head.kind, **options)
 
   @property
   def head(self) -> heads.Head:
-    """The head of the section."""
+    """The head of this section."""
     options = {name: getattr(self, name) for name in _options(self.kind)}
     return heads.BY_KIND[self.kind](**options)
 
 
 def head_in_force(values: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns the keys of section `head` in force for its kind.
+  """Returns the keys of section `head` in use for its kind.
 
   Args:
     values: value of every key of the section.
@@ -115,7 +114,7 @@ def _options(kind: str) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class ModelSection:
-  """Keys of `config.model` except those of its two stacks."""
+  """Keys of `config.model`, without its two stacks."""
 
   kind: str = keys.key(
     'decoder_only',
@@ -167,8 +166,8 @@ class ModelSection:
 
 
 def defaults() -> dict[str, Any]:
-  """Returns the default values of the section, stacks included."""
-  # A ConfigDict would turn a dictionary shared by both stacks into one section.
+  """Returns the default values of the section, including stacks."""
+  # Separate dicts: a ConfigDict would turn a shared dict into a shared section.
   stacks = {
     side: keys.defaults(model_config.StackConfig)
     for side in ('encoder', 'decoder')
@@ -183,7 +182,7 @@ def model_from_section(values: Mapping[str, Any]) -> model_config.ModelConfig:
     values: value of every key, with 'encoder' and 'decoder' as mappings.
 
   Raises:
-    UserError: names the key, its value and its bounds.
+    UserError: an invalid value; names the key, its value and its bounds.
   """
   section = keys.make(ModelSection, values)
   architecture = architectures.BY_NAME[section.kind]
@@ -199,8 +198,8 @@ def model_from_section(values: Mapping[str, Any]) -> model_config.ModelConfig:
     eoi_token=section.eoi_token,
     role=architecture.role,
   )
-  # Only for stacks that are read from both sides: causal ones of equal shape
-  # stay equal, however the key is set.
+  # Only for bidirectional stacks: causal stacks of equal shape stay equal
+  # whatever the key.
   rule = {'window_rule': section.window_rule}
   if not architecture.encodes_prompt:
     common |= rule if architecture.has_encoder else {}
@@ -231,13 +230,13 @@ def _stack(side: str, values: Mapping[str, Any], **fields: Any):
 
 
 def section_from_model(model: model_config.ModelConfig) -> dict[str, Any]:
-  """Returns the values of the section's keys for a model.
+  """Returns the section of a model: values by key.
 
-  A decoder-only model has no keys of the encoder.
+  Decoder-only models omit the encoder's keys.
   """
   decoder = model.stacks['decoder']
   pair = model.architecture.encodes_prompt
-  # The rule of an encoder-only model is its single stack's.
+  # Encoder-only models have the rule in their single stack.
   encoder = model.encoder if pair else decoder
   section = ModelSection(
     kind=model.architecture.name,

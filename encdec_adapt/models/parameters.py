@@ -1,7 +1,8 @@
-"""Initialisation, and the table of every parameter's shape and axes.
+"""Initialisation, and the table of parameter shapes and axes.
 
-The table comes from an abstract initialisation, without allocating. Sharding,
-checkpoints, adaptation and exchange formats are derived from it.
+The table comes from abstract initialisation, without allocation; sharding,
+checkpoints, adaptation and exchange formats derive from it. This module imports
+none of them.
 """
 
 import collections
@@ -31,27 +32,30 @@ class ParamInfo:
 
   @property
   def inputs(self) -> tuple[int, ...]:
-    """Contracted dimensions of a kernel; () for norms, biases and routers."""
-    # Axes over separate kernels are neither inputs nor outputs.
+    """Contracted dimensions of a kernel.
+
+    Empty for norms, biases and routers, which do not count as kernels.
+    """
+    # Axes that count kernels are neither inputs nor outputs.
     stacked = ('layers', 'experts')
     dims = [i for i, name in enumerate(self.axes) if name not in stacked]
     names = [self.axes[i] for i in dims]
-    # Routers are small, and rounding them could send tokens to other experts.
+    # Routers are small, and rounding them could change the chosen experts.
     if len(dims) < 2 or 'router' in names:
       return ()
-    # Kernels lead from or to the model width: 'embed' is first or last, and the
+    # Kernels map from or to the model width: 'embed' is first or last, and the
     # inputs are the width alone or all axes before it (heads and head_dim).
     if names[0] == 'embed':
       return tuple(dims[:1])
     if names[-1] == 'embed':
       return tuple(dims[:-1])
-    # A table is read row by row, and its logits sum over the width of a row.
+    # Lookups read rows of a table, and logits contract the width of a row.
     return tuple(dims[1:]) if names[0] == 'vocab' else ()
 
 
 @dataclasses.dataclass(frozen=True)
 class StackCount:
-  """Number of parameters of a stack, without padding rows of tables.
+  """Parameter counts of a stack, without padding rows of tables.
 
   Attributes:
     embeddings: parameters of the embedding table and of single-token vectors.
@@ -67,19 +71,19 @@ class StackCount:
 
   @property
   def total(self) -> int:
-    """All parameters."""
+    """Number of all parameters."""
     return sum(dataclasses.astuple(self))
 
 
 def init(config: model_config.ModelConfig, rng: jax.Array) -> dict[str, Any]:
   """Initialises the parameters (see `layers` for the distributions).
 
-  Jit it with `out_shardings` to create them sharded.
+  Use `jit` with `out_shardings` to create them sharded.
   """
   params = {}
   for name, key in _stack_keys(config, rng).items():
     params[name] = _init_values(config.stacks[name], key)
-    # A stack always declares its table; a shared table is stored only once.
+    # Every stack declares its table; a shared table is stored only once.
     if not _has_table(config, name):
       del params[name]['embedder']
   return params
@@ -88,17 +92,17 @@ def init(config: model_config.ModelConfig, rng: jax.Array) -> dict[str, Any]:
 def init_one(
   config: model_config.ModelConfig, rng: jax.Array, path: str
 ) -> jax.Array:
-  """Initialises an array like `init`, without the others in memory.
+  """Initialises an array as `init` does, without allocating the others.
 
   Args:
     config: the model.
-    rng: the key of `init`.
+    rng: the key that `init` would get.
     path: path of the array in `parameter_table`.
   """
   name, *keys = path.split('/')
 
-  # The whole stack is drawn, so that the values are those of `init`: its
-  # random keys follow from module paths. XLA removes the unused arrays.
+  # Initialises the whole stack, to get the values of `init`: random keys depend
+  # on module paths. XLA removes the unused arrays.
   @jax.jit
   def draw(rng):
     params = _init_values(config.stacks[name], _stack_keys(config, rng)[name])
@@ -107,8 +111,8 @@ def init_one(
   return draw(rng)
 
 
-# Cached, like the tables of stacks: a table needs a trace of the model, and
-# sharding, checkpoints and reports each need the table.
+# Cached, like the tables of stacks: a table requires tracing the model, and
+# sharding, checkpoints and reports each call this function.
 @functools.cache
 def parameter_table(
   config: model_config.ModelConfig,
@@ -127,7 +131,7 @@ def parameter_table(
 def paths_in(
   source: model_config.ModelConfig, model: model_config.ModelConfig
 ) -> dict[str, str]:
-  """Maps parameters of a part of a model to their paths in the model.
+  """Maps the parameter paths of a part of a model to paths in the model.
 
   Args:
     source: the whole model.
@@ -136,7 +140,7 @@ def paths_in(
 
   Returns:
     Path of each parameter of `model` -> its path in `source`, without
-    parameters of a head missing in the source.
+    parameters of heads missing from the source.
   """
   side = 'decoder'
   if not model.architecture.encodes_prompt:
@@ -174,12 +178,12 @@ def padding(config: model_config.ModelConfig) -> dict[str, int]:
 
 
 def count_active(config: model_config.ModelConfig) -> int:
-  """Counts the parameters used per token: all except unchosen experts."""
+  """Counts the active parameters per token, without unchosen experts."""
   idle = 0
   for path, info in parameter_table(config).items():
     if 'experts' in info.axes:
       stack_config = config.stacks[path.split('/')[0]]
-      # The array has the kernels of all experts.
+      # The array has the kernels of all experts, and a token uses some.
       size = math.prod(info.shape) // stack_config.experts
       idle += size * (stack_config.experts - stack_config.experts_per_token)
   return count(config) - idle
@@ -227,15 +231,15 @@ def _init_values(
 def _init_stack(
   config: model_config.StackConfig, rng: jax.Array
 ) -> dict[str, Any]:
-  # No parameter depends on the length, so one token suffices.
+  # No parameter depends on the length, so a single token suffices.
   ids = jnp.zeros((1, 1), jnp.int32)
   encoded = encoder_segments = None
   if config.cross_width is not None:
     encoded = jnp.zeros((1, 1, config.cross_width))
     encoder_segments = ids
   module = stack.Stack(config, execution.REFERENCE)
-  # In an empty context no partition is active (`ops.partition`): the single
-  # token that shapes are inferred with cannot be sharded.
+  # In an empty context no partition is active (`ops.partition`): a single token
+  # cannot be sharded.
   return contextvars.Context().run(
     module.init, rng, ids, ids, ids, encoded, encoder_segments
   )['params']
@@ -244,8 +248,8 @@ def _init_stack(
 @functools.cache
 def _stack_table(config: model_config.StackConfig) -> dict[str, ParamInfo]:
   boxed = jax.eval_shape(lambda: _init_stack(config, jax.random.key(0)))
-  # Boxes are leaves here: each carries the logical axes of its array, which
-  # Flax has extended by 'layers' in scanned blocks.
+  # Boxes are leaves here: each has the logical axes of its array, with 'layers'
+  # added by Flax in scanned blocks.
   flat, _ = jax.tree_util.tree_flatten_with_path(boxed, is_leaf=_is_box)
   return {
     '/'.join(key.key for key in path): ParamInfo(

@@ -1,10 +1,13 @@
-"""Shapes of released models, and toy ones.
+"""Shapes of released models and toy models.
 
-Gemma 2 (Gemma Team 2024) and T5Gemma (Zhang et al. 2025), Gemma 3 and
-T5Gemma 2 (arXiv 2512.14856): sizes as in google-deepmind/gemma; Llama 3 and
-Qwen: as in google/tunix and AI-Hypercomputer/maxtext; T5 and its kin: as in
-google-research/t5x. `StackConfig`'s defaults are Gemma 2's window, soft-caps,
-theta and epsilon. Names and files of checkpoints are in `huggingface`.
+Gemma 2 (Gemma Team 2024), T5Gemma (Zhang et al. 2025), Gemma 3 and T5Gemma 2
+(arXiv 2512.14856): sizes as in google-deepmind/gemma; Llama 3 and Qwen: as in
+google/tunix and AI-Hypercomputer/maxtext; T5 and its variants: as in
+google-research/t5x. The defaults of `StackConfig` are Gemma 2's window,
+soft-caps, theta and epsilon.
+
+Shapes only: `huggingface`, which this module does not import, has names and
+files of checkpoints.
 """
 
 from collections.abc import Mapping
@@ -22,8 +25,8 @@ GEMMA2_VOCABULARY = 256000
 UNTIED = heads.Tokens(tied=False)
 
 
-# Sizes are, in every function here: layers, width, mlp width, heads, key/value
-# heads, head dim.
+# `sizes` in this module: layers, width, mlp width, heads, key/value heads, head
+# dim.
 def _shape(*sizes, **fields):
   *_, head_dim = sizes
   common = dict(vocab_size=GEMMA2_VOCABULARY, query_scale=float(head_dim))
@@ -40,7 +43,7 @@ def _gemma3(*sizes, **fields):
     vocab_size=262144,
     pattern=('local',) * 5 + ('global',),
     window=512,
-    # Norms of queries and keys replace soft-caps.
+    # Norms of queries and keys replaced the soft-caps.
     attention_softcap=None,
     final_softcap=None,
     qk_norm=True,
@@ -52,7 +55,7 @@ def _gemma3(*sizes, **fields):
 
 
 def _plain(*sizes, **fields):
-  """Returns a stack with pre-norms only."""
+  """Returns a pre-norm stack without Gemma's additions."""
   plain = dict(
     pattern=('global',),
     attention_softcap=None,
@@ -90,8 +93,8 @@ def _qwen3(*sizes, **fields):
   return _plain(*sizes, **{**qwen, **fields})
 
 
-# 9B scales queries by its head_dim, 256 (224 in its first exports); 27B by
-# width / heads, 144.
+# query_scale is head_dim, 256, in 9B (224 in its first exports), and width /
+# heads, 144, in 27B.
 _GEMMA2: Mapping[str, configs.StackConfig] = types.MappingProxyType(
   {
     's': _shape(8, 512, 1024, 8, 8, 64),
@@ -107,7 +110,7 @@ _GEMMA2: Mapping[str, configs.StackConfig] = types.MappingProxyType(
     'toy_large': _toy(6, 256, 8),
   }
 )
-# In transformers the larger ones have 64 rows more than tokens in use.
+# In transformers the larger models have 64 unused rows.
 _LARGE_GEMMA3 = dict(
   vocab_size=262208, window=1024, rope_scaling=rope.Scaling('linear')
 )
@@ -119,9 +122,8 @@ _GEMMA3: Mapping[str, configs.StackConfig] = types.MappingProxyType(
     '12b': _gemma3(48, 3840, 15360, 16, 8, **_LARGE_GEMMA3),
   }
 )
-# Llama 3.1 and 3.2 differ in the factor of their scaling only, and 3.2 ties the
-# head. Tables of the larger Qwen 2.5 have more rows than the smaller ones', for
-# the same tokens.
+# Llama 3.1 and 3.2 differ only in their scaling factor and in 3.2's tied head.
+# The larger Qwen 2.5 models have more table rows for the same tokens.
 STACKS: Mapping[str, configs.StackConfig] = types.MappingProxyType(
   {
     **_GEMMA2,
@@ -148,7 +150,7 @@ STACKS: Mapping[str, configs.StackConfig] = types.MappingProxyType(
 def _t5(
   layers, width, mlp_width, heads, *, head_dim=64, decoder_layers=0, **fields
 ):
-  """Returns a T5 1.1; `decoder_layers` is 0 if both stacks have `layers`."""
+  """Returns a T5 1.1; `decoder_layers` 0 means `layers` in both stacks."""
   sizes = width, mlp_width, heads, heads, head_dim
   t5 = dict(
     vocab_size=32128,
@@ -217,7 +219,7 @@ T5: Mapping[str, configs.EncoderDecoderConfig] = types.MappingProxyType(
 
 
 def t5(size: str, **changes: Any) -> configs.EncoderDecoderConfig:
-  """Returns the encoder-decoder of a size of T5 or a variant, such as mt5_base.
+  """Returns a T5 or a variant by size, such as mt5_base.
 
   Args:
     size: a key of `T5`.
@@ -249,15 +251,15 @@ def stack(size: str, **changes: Any) -> configs.StackConfig:
 
 
 def decoder_only(size: str, **changes: Any) -> configs.DecoderOnlyConfig:
-  """Returns a decoder of a size, with changed fields of its stack."""
+  """Returns the decoder-only model of a size, with changed stack fields."""
   return configs.DecoderOnlyConfig(stack(size, **changes))
 
 
 def t5gemma(pair: str, **changes: Any) -> configs.EncoderDecoderConfig:
-  """Returns the T5Gemma with two Gemma 2 sizes, such as '9b_2b'.
+  """Returns the T5Gemma of two Gemma 2 sizes, such as '9b_2b'.
 
   Args:
-    pair: names of two sizes joined by '_', the encoder's first.
+    pair: encoder and decoder size joined by '_'.
     **changes: fields changed in both stacks.
 
   Raises:
@@ -267,11 +269,11 @@ def t5gemma(pair: str, **changes: Any) -> configs.EncoderDecoderConfig:
 
 
 def with_paper_widths(model: configs.ModelConfig) -> configs.ModelConfig:
-  """Returns the model with the widths of the T5Gemma paper.
+  """Returns the model with the widths used for counts in the T5Gemma paper.
 
-  The paper counts FLOPs and parameters of S to XL with a d_ffn over both
-  branches of the gated feed-forward; in the released models each branch has
-  that width. Other stacks do not change.
+  For S to XL the paper's d_ffn is the sum of both branches of the gated
+  feed-forward; in the released models each branch has this width. Other stacks
+  are unchanged.
   """
   shape = operator.attrgetter('layers', 'width', 'mlp_width', 'heads')
   sizes = {shape(STACKS[size]) for size in ('s', 'b', 'l', 'xl')}
@@ -284,16 +286,16 @@ def with_paper_widths(model: configs.ModelConfig) -> configs.ModelConfig:
 
 
 def t5gemma2(pair: str, **changes: Any) -> configs.EncoderDecoderConfig:
-  """Returns the text part of the T5Gemma 2 of two Gemma 3 sizes ('1b_1b').
+  """Returns the T5Gemma 2 of two Gemma 3 sizes ('1b_1b'), text only.
 
   Args:
-    pair: names of two sizes joined by '_', the encoder's first.
+    pair: encoder and decoder size joined by '_'.
     **changes: fields changed in both stacks.
 
   Raises:
-    UserError: not a pair of sizes, or not of equal widths.
+    UserError: not a pair of sizes, or unequal widths.
   """
-  # In T5Gemma 2 no size has the 64 unused rows of the larger Gemma 3.
+  # T5Gemma 2 does not have the 64 unused rows of the larger Gemma 3.
   changes = {'vocab_size': 262144, **changes}
   return configs.t5gemma2(*_pair(pair, _GEMMA3, changes))
 

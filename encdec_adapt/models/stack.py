@@ -1,4 +1,7 @@
-"""A stack: embedding, leading layers, the scanned pattern, a tail, a norm."""
+"""A stack: embedding, leading layers, scanned pattern, tail, final norm.
+
+Models (`base_model`) import this module.
+"""
 
 import functools
 from typing import Any
@@ -34,7 +37,7 @@ class _Group(nn.Module):
   @nn.compact
   def __call__(self, x, context, cached, cross_cached):
     make_block = block.Block
-    # By layer, not by group: the backward pass then holds the recomputed values
+    # Per layer, not per group: the backward pass then holds recomputed values
     # of a single layer at a time.
     if self.compute.remat != 'none':
       make_block = nn.remat(
@@ -44,7 +47,7 @@ class _Group(nn.Module):
       )
     updated = {}
     for j, kind in enumerate(self.kinds):
-      # The names are paths of the parameter tree (`layers_index`).
+      # Names are paths in the parameter tree (`layers_index`).
       name = f'layer_{j}'
       layer = make_block(
         self.config, self.compute, kind, self.sparse, name=name
@@ -56,7 +59,7 @@ class _Group(nn.Module):
 
 
 class Stack(nn.Module):
-  """Token ids to states after the final norm."""
+  """Maps token ids to states after the final norm."""
 
   config: model_config.StackConfig
   compute: execution.ComputeConfig
@@ -74,35 +77,35 @@ class Stack(nn.Module):
     dropout: float = 0.0,
     collect: bool = False,
   ) -> tuple[Float[Array, 'B L D'], Any]:
-    """Runs the stack.
+    """Applies the stack.
 
     Args:
       tokens: token ids.
       segments: segment of each token, from 1; 0 is padding.
       positions: position of each token within its segment; without a cache,
-        positions rise by one from token to token (`MaskSpec.aligned`).
-      encoded: for a stack with cross-attention, the encoder's output.
+        positions increase by 1 per token (`MaskSpec.aligned`).
+      encoded: the encoder's output, for stacks with cross-attention.
       encoder_segments: segments of the encoder's tokens.
-      cached: cache of earlier tokens and of the encoder's; the token of each
-        row is added at the row's index.
-      prefix: for a prefix decoder, 1 at tokens visible to their whole segment;
-        None without such tokens.
+      cached: cache of earlier tokens and of the encoder; this call appends a
+        token per row, at the row's index.
+      prefix: 1 at tokens visible to their whole segment, for prefix decoders;
+        None for no prefix.
       dropout: dropout rate of the embeddings and of each layer's updates; above
-        0 it needs the random stream 'dropout'.
+        0 it requires the random stream 'dropout'.
       collect: whether to return keys and values without a cache.
 
     Returns:
-      The states after the final norm, and the cache; without a cache, the
-      collected keys and values by layer, [B, L, K, H], if any.
+      The states after the final norm, and the cache; without a cache, keys and
+      values by layer, [B, L, K, H], if `collect`.
     """
     cfg, copies = self.config, 1
     if cached is not None:
       encoder_segments = cached.encoder_segments
       copies = products.copies(len(tokens))
-    # Angles and masks depend on the kind of a layer only: computed once, before
-    # the scan, which would compute them again for every repeat. Sorted,
-    # because the order of a set of strings changes from process to process,
-    # and processes must trace the same program.
+    # Angles and masks depend only on the kind of a layer: computed once, before
+    # the scan, which would recompute them for every repeat. Sorted, because the
+    # order of a set of strings varies between processes, which must trace the
+    # same program.
     kinds = sorted(set(cfg.pattern))
     is_shared = cfg.relative is not None and cfg.relative.kind == 'relative'
     context = block.Context(
@@ -117,8 +120,8 @@ class Stack(nn.Module):
         )
         for kind in kinds
       },
-      # The remainder is the ring of `caches.slots`. Rows that are done go on
-      # reading tokens until the batch stops, past their last position.
+      # Modulo for the ring buffer (`caches.slots`). Finished rows also continue
+      # past their last position until the batch stops.
       slots=None
       if cached is None
       else {
@@ -139,8 +142,8 @@ class Stack(nn.Module):
     if copies > 1:
       x = jnp.repeat(x, copies, axis=1)
     for name in cfg.head.modules:
-      # Declares the parameters only: losses read them, as most of them never
-      # hold the logits of all positions.
+      # Only declares the parameters, for the losses: most losses never
+      # materialise the logits of all positions.
       layers.HEADS[name](cfg, name=name)()
 
     entries = None if cached is None else cached.layers
@@ -154,13 +157,13 @@ class Stack(nn.Module):
     if copies > 1:
       x = x[:, :1]
     if isinstance(cfg.head, heads.Tokens) and cfg.head.scaled:
-      # Here, as losses multiply the states by the head in several ways.
+      # Scaled here, because losses multiply states by the head in several ways.
       x = x * jnp.asarray(cfg.width**-0.5, x.dtype)
     if cached is None:
       return x, updated
     cached = cached.replace(layers=updated, index=cached.index + 1)
-    # The loop of decoding carries the cache: constrained here, it leaves a step
-    # with the sharding that it had before.
+    # The decoding loop carries the cache, so its sharding must not change in a
+    # step.
     return x, caches.shard(cached)
 
   def _groups(self) -> dict[str, nn.Module]:
@@ -175,19 +178,19 @@ class Stack(nn.Module):
         _Group,
         # Router losses are stacked by repeat, like parameters.
         variable_axes={'params': 0, expert_layer.COLLECTION: 0},
-        # Without a split all repeats would get the same initial weights and
+        # Without splits all repeats would have the same initial weights and
         # dropout masks.
         split_rngs={'params': True, 'dropout': True},
         length=cfg.repeats,
         in_axes=(nn.broadcast, 0, 0),
         unroll=unroll,
         metadata_params={nn.PARTITION_NAME: 'layers'},
-        # Blocks have no broadcast variables, and the check for them would trace
-        # the body once more.
+        # Blocks have no broadcast variables, and checking would trace the body
+        # again.
         check_constancy_invariants=False,
       )
-      # The loop keeps forward and backward pass apart, unless all of it is
-      # unrolled: then XLA would merge the two computations that remat asks for.
+      # The loop separates forward and backward pass unless fully unrolled: then
+      # XLA's CSE would undo the rematerialisation.
       prevent_cse = unroll == cfg.repeats
       groups['blocks'] = scanned(
         cfg, compute, cfg.cycle, sparse, prevent_cse, name='blocks'
@@ -210,8 +213,8 @@ def _rotation(
   if config.relative:
     return None
   theta, scaling = config.rope_theta, config.rope_scaling
-  # Gemma 3 scales global layers only: distances in a local layer stay below
-  # its window, however long the text.
+  # Gemma 3 scales only global layers: distances in local layers stay below the
+  # window, however long the text.
   if kind == 'local' and config.local_rope_theta is not None:
     theta, scaling = config.local_rope_theta, rope.Scaling()
   return rope.angles(positions, config.head_dim, theta, dtype, scaling)
@@ -235,15 +238,15 @@ def _self_mask(
     make = functools.partial(
       masks.bidirectional, window_rule=config.window_rule
     )
-  # Without a prefix, as in a decoding step, a prefix decoder is causal: the
-  # token that is read follows all others.
+  # Without a prefix, as in a decoding step, a prefix decoder is causal: the new
+  # token follows all others.
   elif config.role == 'prefix' and prefix is not None:
     make = functools.partial(masks.prefix, kv_prefix=prefix)
   keys = None
   if cached is not None:
-    # `index` is the position of this call's token, which is written to the
-    # cache before attention reads it. A row of a cache is a single segment, 1,
-    # without the slots that have no position yet.
+    # `index` is the position of this call's token, written to the cache before
+    # attention reads it. A cache row is a single segment, 1, and 0 in empty
+    # slots.
     count = caches.slots(config, kind, cached.length)
     slot_positions = caches.slot_positions(cached.index, count)
     keys = (slot_positions >= 0).astype(jnp.int32), slot_positions
@@ -252,7 +255,7 @@ def _self_mask(
     positions,
     window=config.window if kind == 'local' else None,
     keys=keys,
-    # Slots of a ring are not in the order of positions.
+    # Slots of a ring are not ordered by position.
     aligned=cached is None,
   )
   if config.cross_merged and config.reads_encoder(kind):

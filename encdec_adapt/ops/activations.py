@@ -1,4 +1,4 @@
-"""Elementwise functions: activations of the feed-forward, soft-caps."""
+"""Elementwise functions: feed-forward activations and soft-capping."""
 
 import types
 
@@ -16,8 +16,8 @@ _CUBIC = 0.044715
 def gelu_tanh(x: Float[Array, '*shape']) -> Float[Array, '*shape']:
   """Applies GeLU in Gemma's tanh approximation (erf differs by 1e-3).
 
-  Computed in fp32, with a single cast at the end. The forward pass saves only
-  the derivative, as large as the input, and the backward pass is a product. By
+  Computes in fp32 and casts once, at the end. The forward pass saves only the
+  derivative, as large as the input, and the backward pass multiplies by it. By
   default XLA:CPU would evaluate the tanh again in every fusion.
 
   Args:
@@ -71,7 +71,7 @@ silu.defvjp(_silu_and_derivative, _backward)
 
 @jax.custom_vjp
 def relu(x: Float[Array, '*shape']) -> Float[Array, '*shape']:
-  """Applies ReLU (T5); the backward pass is as in `gelu_tanh`.
+  """Applies ReLU (T5); backward pass as in `gelu_tanh`.
 
   Args:
     x: any shape, any float dtype.
@@ -89,14 +89,14 @@ def _relu_and_derivative(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 relu.defvjp(_relu_and_derivative, _backward)
 
 
-# Activations of the feed-forward, by name.
+# Feed-forward activations by name.
 ACTIVATIONS = types.MappingProxyType(
   {'gelu_tanh': gelu_tanh, 'silu': silu, 'relu': relu}
 )
 
 
 def softcap(x: Float[Array, '*shape'], cap: float) -> Float[Array, '*shape']:
-  """Bounds scores and logits to (-cap, cap) by `cap tanh(x / cap)` (Gemma 2).
+  """Bounds scores and logits to (-cap, cap) with `cap tanh(x / cap)` (Gemma 2).
 
   Args:
     x: any shape, any float dtype.

@@ -1,7 +1,7 @@
 """Attention: one function, several backends, no silent substitution.
 
 A backend declares its limits as data (`Backend`). `attention` derives the
-needs of a call from its arguments and refuses a backend that does not support
+needs of a call from its arguments and refuses a backend without support for
 all of them. To add a kernel, write `attend(q, k, v, spec, *, scale, softcap)`
 in a new module and add a `Backend` to `BACKENDS`; the tests run over all
 backends. Backends without kernels take a bias, or None, after `spec`. Each
@@ -36,7 +36,7 @@ DEFAULT_CHUNK = 256
 # Checkpoint name of attention outputs and of the kernels' normalisers. A
 # rematerialisation policy that saves them does not run attention again.
 SAVED = attention_shards.SAVED
-# GPUs by their major compute capability, as errors name them.
+# GPU generations by major compute capability, for error messages.
 _GENERATIONS = {9: 'Hopper (H100, H200)', 10: 'Blackwell (B200)'}
 
 
@@ -50,11 +50,11 @@ class Backend:
   Attributes:
     attend: the function, with the signature in the module docstring.
     takes_chunk: whether `attend` has the argument `chunk`.
-    kernels: whether it consists of custom kernels. Kernels mask by index: they
-      take no keys without a position (`MaskSpec.memory`), no masks whose
-      positions are not indices (`MaskSpec.aligned`) and no relative position
-      bias. Such a backend calls `attention_shards.run` itself on every mesh,
-      and is not used for the few queries of a decoding step.
+    kernels: whether it consists of custom kernels. Kernels mask by index, so
+      they support no keys without a position (`MaskSpec.memory`), no unaligned
+      masks with positions (`MaskSpec.aligned`) and no relative position bias.
+      Such a backend calls `attention_shards.run` itself on every mesh, and is
+      not used for the few queries of a decoding step.
     prefix: masks of kind 'prefix'.
     dtypes: supported dtypes of q, k and v, by name.
     platforms: supported platforms.
@@ -115,7 +115,7 @@ def unsupported(
   *,
   bias: bool = False,
 ) -> list[str]:
-  """Names the features of a call that a backend does not support.
+  """Returns the features of a call unsupported by a backend.
 
   Args:
     name: a key of `BACKENDS`.
@@ -172,7 +172,7 @@ def check(
   """Checks that a backend supports a call; arguments as for `unsupported`.
 
   Raises:
-    UserError: names the unsupported features, and backends that support them.
+    UserError: unsupported features; names them and the capable backends.
   """
   call = spec, dtype, head_dim, device
   if refused := unsupported(name, *call, bias=bias):
@@ -205,7 +205,7 @@ def attention(
     q: queries.
     k: keys; N is a multiple of K.
     v: values.
-    spec: the mask; queries that see no key give zeros.
+    spec: the mask; queries without a visible key give zeros.
     scale: factor of the scores, applied before the soft-cap.
     softcap: positive cap of the scores; None for no cap.
     bias: added to the scores after the scale; None for none.
@@ -216,7 +216,7 @@ def attention(
     Weighted sums of the values [B, T, N, H] in the dtype of `q`.
 
   Raises:
-    UserError: the backend cannot honour the call.
+    UserError: the backend does not support the call.
   """
   chosen = BACKENDS[backend]
   check(backend, spec, q.dtype.name, q.shape[3], bias=bias is not None)

@@ -37,8 +37,8 @@ def attend(
 ) -> Float[Array, 'B T N H']:
   """Computes attention in chunks; see `attention.attention`.
 
-  Up to `chunk` queries run as in the reference, which saves the scores for the
-  backward pass.
+  Up to `chunk` queries run in the reference backend, which saves the scores
+  for the backward pass.
   """
   if q.shape[1] <= chunk:
     return attention_reference.attend(
@@ -77,8 +77,8 @@ def _forward(q, k, v, spec, bias, tiling):
   sums = (zeros, zero + attention_tiles.LOWEST, zero), (), ()
   results = tiling.accumulate(add, finish, blocks, tiles, sums, spec)
   out, log_sums = (tiling.join(x, *q.shape[1:3]) for x in results)
-  # Names both, so that a policy can save both: with only the output saved, the
-  # backward pass would recompute the softmax's sums.
+  # Both have names, so that a policy can save both: with only the output saved,
+  # the backward pass would recompute the softmax's sums.
   out, log_sums = (
     checkpoint_name(x, attention_shards.SAVED)
     for x in (out, log_sums[..., 0])  # A last dimension of 1 may be padded.

@@ -1,8 +1,8 @@
-"""Gradients of attention from its output and the softmax's sums, by XLA.
+"""Gradients of attention in XLA, from its output and the softmax's sums.
 
 The backward pass of flash attention (arXiv:2205.14135, algorithm 4), over pairs
 of a block of queries and a visible tile of keys (`attention_tiles`): it
-recomputes the scores, and adds gradients to the sums of the block and of the
+recomputes the scores and adds gradients to the sums of the block and of the
 tile in place.
 """
 
@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from encdec_adapt.ops import attention_tiles, masks, products, relative_bias
 
-# Size of a block and of a tile, if kernels compute the forward pass.
+# Size of blocks and tiles if kernels compute the forward pass.
 SIZE = 1024
 
 
@@ -41,7 +41,7 @@ def gradients(
     spec: the mask.
     bias: relative position bias; None for none.
     out: attention's output.
-    log_sums: logarithm of the sum of the exponentials of a query's scores.
+    log_sums: log-sum-exp of each query's scores.
     d_out: gradient of the output.
     tiling: blocks, tiles and scores.
   """

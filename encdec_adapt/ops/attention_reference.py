@@ -1,6 +1,6 @@
 """Attention by its definition: all scores at once.
 
-Memory grows with T x S. It is the reference of the tests, and suits few
+Memory grows with T x S. The tests use it as the reference; it suits few
 queries: a decoding step, or at most a chunk.
 """
 
@@ -36,9 +36,8 @@ def attend(
   batch, queries, heads, head_dim = q.shape
   kv_heads = k.shape[2]
   # Head n = k * G + g: query head n reads key/value head n // G. The groups
-  # of a key head and their queries share a dimension, so that both products
-  # are plain batched matrix products, which XLA:CPU runs without copies of
-  # the scores.
+  # of a key head and their queries share a dimension: both products are then
+  # plain batched matmuls, which XLA:CPU runs without copies of the scores.
   flat = batch, kv_heads, -1, head_dim
   q = q.swapaxes(1, 2).reshape(flat)  # [B, K, G * T, H]
   scores = products.scores(q, k) * scale
@@ -60,7 +59,7 @@ def attend(
 def masked_softmax(
   scores: Float[Array, '*batch T S'], visible: Bool[Array, '*#batch #T #S']
 ) -> Float[Array, '*batch T S']:
-  """Softmax over the visible keys; zeros where a query sees none.
+  """Softmax over the visible keys; zeros where a query sees no key.
 
   No intermediate is infinite, so the gradients of rows without a visible key
   are zeros too and not NaN. Only the result is saved for the backward pass.

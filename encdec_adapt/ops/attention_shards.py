@@ -3,8 +3,8 @@
 A device has the queries of its shard of the length. Keys and values are sharded
 likewise, and a device gathers the keys visible to its queries: all keys, or,
 with a window, the few next to its shard (a halo). Ring attention would store
-one copy fewer of the key heads, but it also passes on their gradients and so
-sends nearly twice as much, and no kernel here supports a ring.
+one copy fewer of the key heads, but it also passes on their gradients, which
+nearly doubles the traffic, and no kernel here supports a ring.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ _STATES = ('batch', 'length', 'act_heads', None)
 def halo(
   spec: masks.MaskSpec, keys: int, shards: int
 ) -> tuple[int, int] | None:
-  """Returns how many keys of earlier and of later shards a shard needs.
+  """Returns the number of keys a shard needs from earlier and later shards.
 
   Args:
     spec: the mask.
@@ -39,7 +39,7 @@ def halo(
   Returns:
     None where a shard needs all keys, or a halo would not send less.
   """
-  # A reach in positions bounds the indices of the keys only where indices are
+  # A reach in positions bounds the keys' indices only where indices are
   # positions.
   if not spec.aligned or None in spec.reach:
     return None

@@ -25,12 +25,12 @@ from encdec_adapt.ops import activations, masks, products, relative_bias
 # pairs without work: XLA:GPU also reads each predicate on the host. So 'while'
 # waits less if more than one pair of a row has no work: 5 times per row against
 # 16, for 8 examples of 512 tokens in tiles of 1024.
-# `tests.benchmarks.gpu_kernels` measures both; the slower one on a card goes.
+# `tests.benchmarks.gpu_kernels` measures both; the slower loop will be removed.
 LOOP = 'while'
 # Below every score, and far enough from the largest fp32 number that
 # differences stay finite.
 _HIDDEN = -1e30
-# Maximum of no scores: above hidden ones, so that their exponentials are 0.
+# Maximum of no scores: above hidden scores, so that their exponentials are 0.
 LOWEST = _HIDDEN / 2
 _OF_QUERIES = 'q_segments', 'q_positions'
 _OF_KEYS = 'kv_segments', 'kv_positions', 'kv_prefix'
@@ -113,7 +113,7 @@ class Tiling:
     work = self.work(spec)
     rows, per_query, per_key = work.shape
     pairs = per_query * per_key
-    # Keep all rows together: a turn then slices its pair, and copies no row.
+    # Keep all rows together: a turn slices its pair's arrays and copies no row.
     blocks, tiles = jax.tree.map(
       lambda x: x.reshape(-1, *x.shape[2:]),
       (
@@ -171,7 +171,7 @@ class Tiling:
     part: masks.MaskSpec,
     bias: relative_bias.RelativeBias | None,
   ) -> tuple[Float[Array, '1 K Q W'], Any]:
-    """Returns the scores of a pair, and their derivative by the products."""
+    """Returns the scores of a pair and their derivative in the products."""
     scores, slope = products.scores(q, k) * self.scale, 1.0
     if self.softcap is not None:
       scores = activations.softcap(scores, self.softcap)
@@ -183,14 +183,14 @@ class Tiling:
 
 
 def even(length: int, most: int) -> int:
-  """Returns the size of equal parts of a length, of at most `most` each."""
+  """Returns the size of equal parts of a length, at most `most`."""
   return -(-length // -(-length // most))
 
 
 def split(x: Array, most: int) -> Array:
   """Splits [B, L, ..] into equal parts [B, parts, size, ..], padded with zeros.
 
-  Padding has segment 0, so it sees nothing and is not seen.
+  Padding has segment 0, so it neither sees nor is seen.
   """
   size = even(x.shape[1], most)
   x = masks.pad_length(x, size)
@@ -203,7 +203,7 @@ def _split(spec: masks.MaskSpec, names: Iterable[str], most: int) -> Any:
 
 
 def _take(arrays: Any, index: jax.Array) -> Any:
-  """Takes one part, [1, ..], of arrays [parts, ..]."""
+  """Slices part [1, ..] from arrays [parts, ..]."""
   return jax.tree.map(
     lambda x: jax.lax.dynamic_slice_in_dim(x, index, 1), arrays
   )

@@ -1,10 +1,10 @@
-"""Terms of distillation from a teacher's distribution.
+"""Distillation losses against a teacher's distribution.
 
 The objective of the Gemma 2 report (section 3, knowledge distillation) over
 the full vocabulary, with the divergences of generalised knowledge distillation
 (GKD, arXiv:2306.13649, section 3); `vocabulary_loss` sums it. Student and
-teacher share the vocabulary, and may differ in width. The teacher is a model,
-or stored probabilities of a few tokens (`sparse_teacher`).
+teacher share the vocabulary and may differ in width. The teacher is a model or
+stored probabilities of a few tokens (`sparse_teacher`).
 """
 
 from collections.abc import Callable, Sequence
@@ -28,18 +28,18 @@ def _static(default: Any) -> Any:
 
 @flax.struct.dataclass
 class Distribution:
-  """Base class of teachers: a distribution for every target.
+  """Base class of teachers: a distribution over tokens for every target.
 
   Attributes:
-    share: weight of its term in [0, 1]; the targets get the rest.
-    softcap: soft-cap of its logits, or None.
+    share: weight of its term in [0, 1]; the targets get the remainder.
+    softcap: soft-cap of the teacher's logits, or None.
     temperature: temperature of both distributions, positive. Soft-capped
       logits are divided by it; the objective is multiplied by its square, to
       keep the size of the gradient (Hinton et al. 2015, section 2).
     divergence: one of `DIVERGENCES`.
     beta: weight of the teacher in the mixture of 'js', in (0, 1): beta *
-      KL(teacher || mixture) + (1 - beta) * KL(student || mixture). Its limits
-      are 0, and not the other divergences.
+      KL(teacher || mixture) + (1 - beta) * KL(student || mixture). It tends to
+      0 at both limits of beta, not to the other divergences.
   """
 
   share: float = _static(1.0)
@@ -83,7 +83,7 @@ class Distribution:
     *,
     softcap: float | None,
   ) -> tuple[list[Float[Array, 'rows v']], Callable]:
-    """Prepares terms per row, and with weights the gradient of the raw logits.
+    """Prepares terms per row and, given weights, the raw logits' gradient.
 
     Args:
       columns: the local columns.
@@ -94,9 +94,9 @@ class Distribution:
       softcap: soft-cap of the student's logits, or None.
 
     Returns:
-      Terms to sum over the vocabulary; and a function of the sums, which
-      returns 'total' and 'divergence', each [rows], without weights, and the
-      gradient [rows, v] of weights * total, or None.
+      Terms to sum over the vocabulary, and a function of the sums. It returns
+      unweighted 'total' and 'divergence', each [rows], and the gradient
+      [rows, v] of weights * total, or None.
     """
     temperature = self.temperature
     capped, slope = vocabulary_parallel.soft_cap(logits, softcap)
@@ -113,8 +113,8 @@ class Distribution:
     exponentials = jnp.exp(scores - jnp.expand_dims(shift, -1))
     unnormalised = jnp.exp(teacher_scores - jnp.expand_dims(teacher_shift, -1))
     parts = [exponentials, unnormalised]
-    # A KL divergence follows from the same pass; a mixture needs both
-    # normalisers before its logarithm.
+    # A KL divergence needs no second pass; a mixture needs both normalisers
+    # before its logarithm.
     if self.divergence != 'js':
       weight = parts[int(self.divergence == 'forward')]
       parts += [weight * scores, weight * teacher_scores]
@@ -127,12 +127,12 @@ class Distribution:
         divergence, gradient = self._js(columns, log_student, log_teacher)
         total = divergence
       else:
-        # Means of both log-probabilities over a distribution.
+        # Expectations of both log-probabilities under one distribution.
         count = sums[int(self.divergence == 'forward')]
         student = sums[2] / count - normalisers[0]
         teacher = sums[3] / count - normalisers[1]
         if self.divergence == 'forward':
-          # The cross-entropy, which differs by the teacher's entropy.
+          # The cross-entropy: the divergence plus the teacher's entropy.
           total, divergence = -student, teacher - student
           gradient = jnp.exp(log_student) - jnp.exp(log_teacher)
         else:
@@ -160,7 +160,7 @@ class Distribution:
     log_student: Float[Array, 'rows v'],
     log_teacher: Float[Array, 'rows v'],
   ) -> tuple[Float[Array, 'rows'], Float[Array, 'rows v']]:
-    """Returns 'js' and its gradient in the student's scores."""
+    """Returns the 'js' divergence and its gradient in the student's scores."""
     log_mixture = jnp.logaddexp(
       log_teacher + math.log(self.beta), log_student + math.log1p(-self.beta)
     )
@@ -180,11 +180,11 @@ class Teacher(Distribution):
   """The distribution of a model.
 
   Attributes:
-    hidden: final hidden states [B, T, E] at the positions that predict the
-      same tokens as the student's.
+    hidden: final hidden states [B, T, E] at the positions predicting the same
+      tokens as the student's.
     table: output table [W, E], possibly padded differently.
     one_hot: ids [B, T] of targets with probability 1, -1 where the model's
-      distribution counts; None if it counts everywhere.
+      distribution applies; None if it applies everywhere.
   """
 
   # Any: tree maps put specs, shapes and shardings in the place of arrays.
@@ -197,8 +197,8 @@ class Teacher(Distribution):
     return [self.hidden] + ([self.one_hot] if self.one_hot is not None else [])
 
   def tables(self, rows):
-    # Padded like the student's to be sharded alike. Rows beyond the vocabulary
-    # are excluded from every sum, so they may be cut off or zeros.
+    # Padded like the student's table, for the same sharding. Rows beyond the
+    # vocabulary are excluded from every sum, so they may be dropped or zero.
     table = self.table[:rows]
     table = jnp.pad(table, ((0, rows - table.shape[0]), (0, 0)))
     return [table.astype(self.hidden.dtype)]
@@ -215,7 +215,7 @@ class Teacher(Distribution):
 
 @flax.struct.dataclass
 class StoredTeacher(Distribution):
-  """Probabilities of k tokens for every target; other tokens have 0.
+  """Stored probabilities of k tokens per target; other tokens have 0.
 
   Attributes:
     ids: token ids [B, T, k]; the probabilities of equal ids add up.

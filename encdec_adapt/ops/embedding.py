@@ -3,14 +3,14 @@
 Batch and vocabulary usually share the `fsdp` axis: a device holds some tokens,
 and table rows for other devices. There are two ways to exchange them:
 
-- exchange rows: tokens (small) are gathered over the shared axes, every device
-  looks them up in its piece, with zeros elsewhere, and a reduction scatters the
-  rows to the tokens' owners; the cost grows with the tokens of all devices;
-- exchange the table, some columns at a time, and every device looks up its
+- exchange rows: gather the (small) tokens over the shared axes, look them up in
+  every device's piece, with zeros elsewhere, and reduce-scatter the rows to the
+  tokens' owners; the cost grows with the tokens of all devices;
+- exchange the table: gather some columns at a time and look up each device's
   tokens; the cost grows with the table.
 
-The first holds the rows of all devices at once. It is chosen, from shapes
-alone, if it sends less than a quarter of the bytes of the second.
+Exchanging rows holds the rows of all devices at once. It is chosen, from shapes
+alone, if it sends less than a quarter of the bytes of the other way.
 """
 
 import functools
@@ -31,16 +31,15 @@ def lookup(
 
   Args:
     table: embedding table; sharded by ('vocab', 'table_embed').
-    tokens: ids in [0, V); any other id gives a row of NaN, on one device and
-      on meshes.
-    dtype: dtype of the result; by default the table's. The rows are cast, not
-      the table, so gradients add up in the table's dtype.
+    tokens: ids in [0, V); other ids give rows of NaN, also on meshes.
+    dtype: dtype of the result; by default the table's. Only the rows are cast,
+      so gradients accumulate in the table's dtype.
 
   Returns:
     Embeddings, sharded as ('batch', 'length', 'table_embed').
 
   Raises:
-    ValueError: shapes do not divide over the mesh.
+    ValueError: shapes are not divisible over the mesh.
   """
   dtype = table.dtype if dtype is None else jnp.dtype(dtype)
   active = partition.active()
@@ -76,10 +75,10 @@ def _take(
   Returns:
     [B, L, D]: zeros where another piece has the row, NaN where none has.
   """
-  # Filling leaves no mask [B, L, D] for the backward pass to save.
+  # 'fill' leaves no mask [B, L, D] for the backward pass to save.
   index = jnp.where(is_local, index, table.shape[0])
   taken = table.at[index].get(mode='fill', fill_value=0)
-  # NaN is added rather than filled in, so that a sum over pieces has it too.
+  # Adds NaN instead of filling it in, so that sums over pieces keep it.
   return taken + jnp.where(exists, 0.0, jnp.nan).astype(table.dtype)[..., None]
 
 
@@ -90,11 +89,10 @@ class _Lookup:
     active: the active partition.
     rows: V.
     dtype: dtype of the result.
-    vocab: mesh axes that shard the table's rows.
-    shared: mesh axes along which devices hold other tokens and other rows,
-      each with the dimension of `tokens` that it shards.
-    vocab_only: mesh axes along which devices hold other rows but the same
-      tokens.
+    vocab: mesh axes of the table's rows.
+    shared: mesh axes along which both tokens and rows differ, with the
+      dimension of `tokens` each axis shards.
+    vocab_only: mesh axes along which rows differ but not tokens.
   """
 
   def __init__(self, active: partition.Partition, rows: int, dtype: jnp.dtype):
@@ -119,7 +117,7 @@ class _Lookup:
     """
     if self.active.devices(self.shared) == 1:
       return self._sum(self._in_piece(table, tokens))
-    # Bytes sent, without the common factors: the width and number of shards.
+    # Bytes sent, without the common factors width and number of shards.
     bytes_of_rows = tokens.size * self.dtype.itemsize
     bytes_of_table = table.shape[0] * table.dtype.itemsize
     if 4 * bytes_of_rows > bytes_of_table:
@@ -140,12 +138,12 @@ class _Lookup:
 
   def _move_rows(self, table: jax.Array, tokens: jax.Array) -> jax.Array:
     shared = self.shared
-    # Innermost first: a dimension that two axes split comes out in order.
+    # Innermost first, to keep the order of a dimension split by two axes.
     for axis, dimension in reversed(shared.items()):
       tokens = jax.lax.all_gather(tokens, axis, axis=dimension, tiled=True)
     shards = self.active.devices(shared)
     if tokens.shape[0] % shards == 0:
-      # A single device's tokens at a time: otherwise the rows of all of them,
+      # The tokens of one device at a time: otherwise the rows of all devices,
       # and in the backward pass their gradients in the table's dtype, would
       # exist at once.
       pieces = tokens.reshape(shards, -1, tokens.shape[1])
@@ -162,8 +160,8 @@ class _Lookup:
 
   def _move_table(self, table: jax.Array, tokens: jax.Array) -> jax.Array:
     gathered = tuple(a for a in self.vocab if a in self.shared)
-    # The owner of a token's row: the device's coordinate on every axis, from
-    # the innermost, and then the row in its piece.
+    # Decomposes the owner of a token's row into its coordinate on every axis,
+    # innermost first.
     owner, coordinates = tokens // table.shape[0], {}
     for axis in reversed(self.vocab):
       size = self.active.mesh.shape[axis]
@@ -190,7 +188,7 @@ class _Lookup:
 def _parts(table: jax.Array, shards: int) -> int:
   """Returns the number of column parts in which a table is gathered.
 
-  The smallest number with parts of all shards below 128 MiB.
+  The smallest number for which a gathered part is at most 128 MiB.
   """
   size, width = shards * table.size * table.dtype.itemsize, table.shape[1]
   fits = (

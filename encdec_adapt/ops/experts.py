@@ -1,14 +1,14 @@
 """Mixture of experts: routing, router losses, and a dropless feed-forward.
 
-Every token goes to its `K` likeliest experts, without a capacity limit: pairs
-of a token and an expert are sorted by expert, and the experts' products are
-ragged (`jax.lax.ragged_dot`). XLA has a kernel for them on TPUs; on a CPU it
-multiplies every row by every expert.
+Every token goes to its `K` most probable experts, without a capacity limit:
+(token, expert) pairs are sorted by expert and multiplied with ragged matmuls
+(`jax.lax.ragged_dot`). XLA has a kernel for them on TPUs; on CPUs it multiplies
+every row by every expert.
 
 If the active partition shards 'experts', each device computes its experts for
-the tokens of its shard of the batch, and a sum over the experts' mesh axes
-combines them. Nothing is random, and every sum has a defined order: the same
-input gives the same bits.
+its shard of the batch, and a psum over the experts' mesh axes combines the
+results. Nothing is random and every sum has a defined order, so results are
+bitwise reproducible.
 
 Letters besides the package's: X experts, K experts of a token.
 """
@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from encdec_adapt.ops import partition
 
-# Name of the experts' products for rematerialisation policies.
+# Checkpoint name of the experts' products, for rematerialisation policies.
 PRODUCT = 'expert_product'
 
 Activation = Callable[[jax.Array], jax.Array]
@@ -33,13 +33,13 @@ Activation = Callable[[jax.Array], jax.Array]
 
 @flax.struct.dataclass
 class RouterLosses:
-  """Losses of a router: means over all tokens but padding, fp32.
+  """Router losses: fp32 means over all tokens except padding.
 
   Attributes:
     balance: X sum_e f_e p_e, where f_e is the fraction of assignments to expert
       e and p_e its mean probability (Switch Transformer, arXiv 2101.03961,
       equations 4 to 6; 1 for equal load). The loss of Mixtral and Qwen in
-      transformers counts assignments by token, and is K times as large. Only
+      transformers counts assignments per token and is K times as large. Only
       the probabilities have a gradient.
     z: squared log-normaliser of the router (ST-MoE, arXiv 2202.08906,
       equation 5).
@@ -56,17 +56,17 @@ def route(
   *,
   normalise: bool,
 ) -> tuple[Int[Array, 'B L K'], Float[Array, 'B L K']]:
-  """Chooses the experts of each token, and their weights in its output.
+  """Chooses the experts of each token and their weights in its output.
 
   Args:
     logits: router logits, float32.
     real: False for padding, which gets no expert.
-    per_token: number K of experts of a token.
-    normalise: divide the K probabilities by their sum.
+    per_token: number K of experts per token.
+    normalise: whether to divide the K probabilities by their sum.
 
   Returns:
-    Expert ids, the likeliest first (X, which is not an expert, for padding),
-    and their probabilities, float32.
+    Expert ids, most probable first (X, an invalid id, for padding), and their
+    float32 probabilities.
   """
   shares, chosen = jax.lax.top_k(jax.nn.softmax(logits), per_token)
   if normalise:
@@ -90,7 +90,7 @@ def losses(
   tokens = jnp.maximum(jnp.sum(real.astype(jnp.float32)), 1.0)
   weights = real[..., None] / tokens
   probability = jnp.sum(weights * jax.nn.softmax(logits), axis=(0, 1))
-  # The id of padding, X, is no expert.
+  # X, the id of padding, matches no expert.
   taken = chosen[..., None] == jnp.arange(experts)
   share = jnp.sum(taken, axis=(0, 1, 2)) / (per_token * tokens)
   log_normaliser = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
@@ -109,11 +109,11 @@ def feed_forward(
   down: Float[Array, 'X F D'],
   activation: Activation,
 ) -> Float[Array, 'B L D']:
-  """Sums share * down(activation(gate x) * up x) over a token's experts.
+  """Computes sum_experts share * down(activation(gate x) * up x) per token.
 
   Args:
     x: states.
-    chosen: expert ids; X for none.
+    chosen: expert ids; X for no expert.
     shares: weight of each chosen expert.
     gate: kernels in the dtype of `x`, sharded over 'experts'.
     up: kernels like `gate`.
@@ -124,11 +124,10 @@ def feed_forward(
     The sum in the dtype of `x`, sharded as ('batch', 'length', None).
 
   Raises:
-    ValueError: shapes do not divide over the mesh.
+    ValueError: shapes are not divisible over the mesh.
   """
   active = partition.active()
-  # Experts that are sharded over axes of the tokens are gathered there, as
-  # FSDP gathers weights.
+  # Experts sharded over token axes are gathered there, as FSDP gathers weights.
   owners = active.only(['experts'], partition.TOKENS)
   on_device = functools.partial(
     _on_device,
@@ -155,7 +154,7 @@ def _on_device(
 ):
   """Computes `feed_forward` for a device's tokens and experts.
 
-  `tokens` and `owners` are the mesh axes that split tokens and experts.
+  `tokens` and `owners` are the mesh axes of tokens and experts.
   """
   # Declared explicitly: the derivative of `_permute` cannot infer it.
   x, chosen, shares = (_vary(a, owners) for a in (x, chosen, shares))
@@ -164,7 +163,7 @@ def _on_device(
   first = jax.lax.axis_index(owners) * experts if owners else 0
   expert = chosen.reshape(-1) - first
   is_local = (expert >= 0) & (expert < experts)
-  # Pairs of other devices' experts, and of padding, sort last.
+  # Pairs with other devices' experts and padding sort last.
   expert = jnp.where(is_local, expert, experts)
   order = jnp.argsort(expert)
   inverse = jnp.argsort(order)
@@ -177,8 +176,8 @@ def _on_device(
     return checkpoint_name(products, PRODUCT)
 
   pairs = jnp.repeat(x.reshape(-1, x.shape[-1]), per_token, axis=0)
-  # Masked before and after the products: in the backward pass the gradients of
-  # such rows are undefined too.
+  # Masked before and after the products: the backward pass leaves the gradients
+  # of such rows undefined too.
   rows = jnp.where(in_group, _permute(pairs, order, inverse), 0)
   hidden = activation(product(rows, gate)) * product(rows, up)
   rows = jnp.where(in_group, product(hidden, down), 0)
@@ -198,8 +197,8 @@ def _vary(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 @jax.custom_vjp
 def _permute(x: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
-  # A custom derivative: the derivative of indexing is a scatter-add, with an
-  # undefined order on GPUs; a permutation's derivative is a permutation.
+  # Custom derivative, a permutation: indexing would differentiate to a
+  # scatter-add, whose order is undefined on GPUs.
   del inverse
   return x.at[order].get(unique_indices=True, mode='promise_in_bounds')
 

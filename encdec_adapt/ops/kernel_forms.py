@@ -1,6 +1,6 @@
-"""Kernels other than plain arrays: quantised, or with adapters.
+"""Kernels other than plain arrays: quantised kernels and adapters.
 
-Both are pytrees that replace a kernel in a tree of parameters. A scan over
+Both are pytrees in place of a kernel in a tree of parameters. A scan over
 layers slices all their arrays, so static fields do not depend on leading axes.
 `models.layers.project` multiplies by them.
 """
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt8
 
-_LARGEST = 127  # Not 128: the range is symmetric, so that 0 stays 0.
+_LARGEST = 127  # Not 128: the range is symmetric, so 0 stays 0.
 # Quantiles of a normal distribution (QLoRA, arXiv:2305.14314, appendix E).
 _NORMAL_FLOATS = (
   *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
@@ -21,19 +21,19 @@ _NORMAL_FLOATS = (
   *(0.33791524171829224, 0.44070982933044434, 0.5626170039176941),
   *(0.7229568362236023, 1.0),
 )
-BLOCK = 64  # Values that share a scale in NF4.
+BLOCK = 64  # Values per scale in NF4.
 
 
 @flax.struct.dataclass
 class Quantized:
-  """A quantised kernel, with all dimensions of the kernel.
+  """A quantised kernel; its arrays have as many dimensions as the kernel.
 
   Attributes:
     values: int8 in the shape of the kernel; for NF4 uint8, half as long on
       `axis`, with the first of two neighbours in the lower four bits.
-    scale: float32 scale of each channel, of size 1 along the inputs; for NF4
-      of each block on `axis`.
-    axis: axis of the blocks of NF4, counted from the end; None for int8.
+    scale: float32 scale per channel, of size 1 along the inputs; for NF4, per
+      block on `axis`.
+    axis: axis of the NF4 blocks, counted from the end; None for int8.
   """
 
   values: Any
@@ -44,7 +44,7 @@ class Quantized:
     """Returns the dequantised kernel.
 
     Args:
-      dtype: dtype of the result; products with the scales are float32.
+      dtype: dtype of the result; scaling itself is float32.
     """
     if self.axis is None:
       return (self.values * self.scale).astype(dtype)
@@ -117,7 +117,7 @@ def dense(kernel: Any, stacked: bool = False) -> Array:
     return kernel
   product = jax.vmap(_product) if stacked else _product
   update = kernel.scale * product(kernel.a, kernel.b)
-  # In float32: a small update would be lost in the rounding of bfloat16.
+  # In float32: bfloat16 would round small updates away.
   return dense(kernel.kernel).astype(jnp.float32) + update
 
 
@@ -126,7 +126,7 @@ def _product(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def quantize_int8(kernel: Array, inputs: tuple[int, ...]) -> Quantized:
-  """Quantises a kernel by channel.
+  """Quantises a kernel to int8, with a scale per channel.
 
   Args:
     kernel: the kernel, perhaps of several layers or experts.
@@ -134,18 +134,18 @@ def quantize_int8(kernel: Array, inputs: tuple[int, ...]) -> Quantized:
   """
   kernel = kernel.astype(jnp.float32)
   largest = jnp.max(jnp.abs(kernel), axis=inputs, keepdims=True)
-  # A channel of zeros, such as a row that pads a table, must not divide by 0.
+  # A channel of zeros, such as a padding row, must not divide by 0.
   scale = jnp.where(largest > 0, largest / _LARGEST, 1.0)
   return Quantized(jnp.round(kernel / scale).astype(jnp.int8), scale)
 
 
 def quantize_nf4(kernel: Array, axis: int, block: int) -> Quantized:
-  """Quantises a kernel to 4-bit normal floats, by block.
+  """Quantises a kernel to 4-bit normal floats, with a scale per block.
 
   Args:
     kernel: the kernel, perhaps of several layers.
     axis: axis of the blocks, counted from the end.
-    block: values of a block, an even divisor of the axis.
+    block: values per block, an even divisor of the axis' size.
   """
   kernel, start = kernel.astype(jnp.float32), kernel.ndim + axis
   shape = kernel.shape
@@ -154,7 +154,7 @@ def quantize_nf4(kernel: Array, axis: int, block: int) -> Quantized:
   largest = jnp.max(jnp.abs(blocks), axis=start + 1, keepdims=True)
   scale = jnp.where(largest > 0, largest, 1.0)
   values = jnp.asarray(_NORMAL_FLOATS)
-  # The number of midpoints below a value is the index of the nearest code.
+  # The nearest code's index is the number of midpoints below a value.
   middle = (values[1:] + values[:-1]) / 2
   codes = sum((blocks / scale > x).astype(jnp.uint8) for x in middle)
   pairs = codes.reshape(*shape[:start], -1, 2, *shape[start + 1 :])
@@ -163,7 +163,7 @@ def quantize_nf4(kernel: Array, axis: int, block: int) -> Quantized:
 
 
 def _normal_float(codes: UInt8[Array, '*K']) -> Float[Array, '*K']:
-  # Selected bit by bit: on TPUs a gather of each value would be slow.
+  # Selects bit by bit: a gather per value would be slow on TPUs.
   values = [*map(jnp.float32, _NORMAL_FLOATS)]
   for bit in range(4):
     is_set = (codes >> bit & 1).astype(bool)

@@ -1,7 +1,7 @@
 """Attention masks as data.
 
-A `MaskSpec` describes the visible keys of each query with a few vectors per
-row, where a dense [T, S] array would be too large. A backend of `ops.attention`
+A `MaskSpec` describes the visible keys of each query with a few vectors per row
+instead of a dense [T, S] array. A backend of `ops.attention`
 supports a spec or refuses it. `dense_mask` defines its meaning; the XLA
 backends apply it to a block of queries.
 """
@@ -26,34 +26,34 @@ class MaskSpec:
   Key k is visible to query q iff all of these hold:
     - q_segments[q] == kv_segments[k] and neither is 0 (padding);
     - kind 'causal': kv_positions[k] <= q_positions[q];
-    - kind 'prefix': the same, or kv_prefix[k] is set, so that the prefix of a
-      segment is bidirectional and the remainder causal;
-    - a window W: for 'causal', kv position > q position - W (W keys, that at
-      the query's position included); for 'prefix', |q - k| < W; for 'full',
+    - kind 'prefix': the same, or kv_prefix[k] is set: the prefix of a segment
+      is bidirectional and the remainder causal;
+    - a window W: for 'causal', kv position > q position - W (W keys, including
+      the query's position); for 'prefix', |q - k| < W; for 'full',
       |q - k| < W ('exclusive', the rule of the T5Gemma authors' code),
       |q - k| <= W ('inclusive', transformers 5.23 eager), or the W keys from
       q - ceil(W/2) + 1 to q + floor(W/2) ('centered', T5Gemma 2).
-  For the last `memory` keys only segments count: they are visible from every
-  position (keys of an encoder next to the decoder's).
-  Positions are compared, not indices, so packed rows, where positions restart,
+  Only segments apply to the last `memory` keys: they are visible from every
+  position (encoder keys next to the decoder's).
+  Positions are compared, not indices, so packed rows with restarting positions
   and caches in any order need no special case.
 
   Attributes:
     kind: 'causal', 'prefix' or 'full'.
     window: W in positions, at least 1, or None for no window.
-    window_rule: one of WINDOW_RULES; matters for kind 'full' only.
+    window_rule: one of WINDOW_RULES; only for kind 'full'.
     memory: number of keys, at the end, visible from any position.
-    aligned: queries and keys are the same tokens, and positions rise by one
-      from token to token within a segment, so that kernels may compare indices
-      instead of positions. The creator of the mask guarantees this.
+    aligned: queries and keys are the same tokens, and positions increase by 1
+      per token within a segment, so that kernels may compare indices instead of
+      positions. The creator of the mask guarantees this.
     q_segments: [B, T] int32, 0 for padding.
     kv_segments: [B, S] int32, 0 for padding.
-    q_positions: [B, T] int32; may be None where positions do not matter
-      (kind 'full' without a window).
+    q_positions: [B, T] int32; may be None where positions are not used (kind
+      'full' without a window).
     kv_positions: [B, S] int32; None as `q_positions`.
-    kv_prefix: [B, S] int32, 1 at keys of a prefix; for kind 'prefix' only.
+    kv_prefix: [B, S] int32, 1 at keys of a prefix; only for kind 'prefix'.
     offset: index of the first query among the keys, where both are consecutive
-      tokens and not aligned; else None. Only a relative bias reads it.
+      but unaligned tokens; else None. Only relative biases use it.
   """
 
   kind: str = flax.struct.field(pytree_node=False)
@@ -81,7 +81,7 @@ class MaskSpec:
 
   @property
   def reach(self) -> tuple[int | None, int | None]:
-    """How far into past and future positions a query sees; None for all."""
+    """Number of visible positions before and after a query; None for all."""
     if self.kind == 'causal':
       return None if self.window is None else self.window - 1, 0
     rule = self.window_rule if self.kind == 'full' else 'exclusive'
@@ -89,7 +89,7 @@ class MaskSpec:
 
 
 def sides(window: int | None, rule: str) -> tuple[int | None, int | None]:
-  """Returns the reach into past and future of a bidirectional query."""
+  """Returns the `reach` of a bidirectional window."""
   if window is None:
     return None, None
   return {
@@ -109,8 +109,8 @@ def causal(
 ) -> MaskSpec:
   """Returns the mask of causal self-attention, with a window of `window` keys.
 
-  `keys` are segments and positions of the entries of a cache, None if queries
-  and keys are the same tokens; `aligned` as in `MaskSpec`.
+  `keys` are segments and positions of cache entries, None if queries and keys
+  are the same tokens; `aligned` as in `MaskSpec`.
   """
   kv_segments, kv_positions = keys or (segments, positions)
   return MaskSpec(
@@ -133,7 +133,7 @@ def bidirectional(
 ) -> MaskSpec:
   """Returns the mask of bidirectional self-attention.
 
-  `window_rule` is one of WINDOW_RULES; `options` are those of `causal`.
+  `window_rule` is one of WINDOW_RULES; `options` as in `causal`.
   """
   spec = causal(segments, positions, **options)
   return spec.replace(kind='full', window_rule=window_rule)
@@ -163,7 +163,7 @@ def cross(
 def with_memory(spec: MaskSpec, memory_segments: Int[Array, 'B M']) -> MaskSpec:
   """Extends a mask by M keys without a position."""
   extend = functools.partial(jnp.concatenate, axis=1)
-  zeros = jnp.zeros_like(memory_segments)  # Never compared: `memory` says so.
+  zeros = jnp.zeros_like(memory_segments)  # Never compared, given `memory`.
   return spec.replace(
     kv_segments=extend([spec.kv_segments, memory_segments]),
     kv_positions=extend([spec.kv_positions, zeros]),
@@ -193,7 +193,7 @@ def dense_mask(spec: MaskSpec) -> Bool[Array, 'B T S']:
   visible = (q_segments == kv_segments) & (q_segments != 0)  # [B, T, S]
   if not spec.needs_positions:
     return visible
-  # How far behind the query the key is; negative for the future.
+  # Distance from the key to the query; negative for later keys.
   behind = spec.q_positions[:, :, None] - spec.kv_positions[:, None, :]
   past, future = spec.reach
   near = jnp.ones_like(visible)
@@ -201,7 +201,7 @@ def dense_mask(spec: MaskSpec) -> Bool[Array, 'B T S']:
     near &= behind <= past
   if future is not None:
     near &= -behind <= future
-  # The reach of a prefix mask is two-sided: exclude the causal part's future.
+  # The reach of a prefix mask is two-sided: hide later keys of the causal part.
   if spec.kind == 'prefix':
     near &= (behind >= 0) | (spec.kv_prefix[:, None, :] > 0)
   if spec.memory:
@@ -213,11 +213,11 @@ def dense_mask(spec: MaskSpec) -> Bool[Array, 'B T S']:
 def zero_queries_without_keys(
   x: Float[Array, 'B T N H'], spec: MaskSpec
 ) -> Float[Array, 'B T N H']:
-  """Sets outputs of queries that see no key to 0; kernels leave them undefined.
+  """Zeroes outputs of queries without keys, which kernels leave undefined.
 
   Args:
     x: outputs of attention.
-    spec: a mask that is aligned, or a full one without a window.
+    spec: an aligned mask, or a full mask without a window.
 
   Returns:
     The outputs, [B, T, N, H].

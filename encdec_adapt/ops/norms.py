@@ -27,8 +27,8 @@ def rms_norm(
   x32 = x.astype(jnp.float32)
   mean_square = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
   normal = x32 * jax.lax.rsqrt(mean_square + eps)
-  # Both casts are where transformers has them; elsewhere bf16 activations
-  # differ in their last bits.
+  # Both casts are placed as in transformers; elsewhere they would change the
+  # last bits of bf16 activations.
   if not one_plus:
     return normal.astype(x.dtype) * scale.astype(x.dtype)
   return (normal * (1.0 + scale.astype(jnp.float32))).astype(x.dtype)

@@ -1,9 +1,9 @@
 """The active mesh with its logical axis rules, and `shard()`.
 
-Models and losses name the axes of their arrays logically ('batch', 'mlp'), and
-the caller that traces the program maps the names to a mesh with `use`. Rule
-sets are in `encdec_adapt.sharding`. Constraints are active on every platform,
-including CPUs.
+Models and losses name the axes of their arrays logically ('batch', 'mlp'); the
+traced program that calls them maps the names to a mesh with `use`. Rule sets
+are in `encdec_adapt.sharding`. Constraints apply on every platform, including
+CPUs.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,7 +28,7 @@ class Partition:
 
   Attributes:
     mesh: the device mesh; None for a single device, without sharding.
-    rules: mesh axes of every logical axis.
+    rules: mesh axes of each logical axis.
   """
 
   mesh: Mesh | AbstractMesh | None
@@ -59,9 +59,9 @@ class Partition:
   ) -> list[MeshAxes]:
     """Returns the mesh axes of each dimension of an array.
 
-    The rank of an adapter takes the axes of its rule not used by other
-    dimensions of the matrix, if it divides over them: one of the two matrices
-    of an adapter has the model's width, sharded over the same mesh axes.
+    An adapter's rank is sharded over the axes of its rule not used by other
+    dimensions of the matrix, if divisible: one of an adapter's two matrices has
+    the model's width, sharded over the same mesh axes.
 
     Args:
       shape: global shape of the array.
@@ -104,7 +104,7 @@ class Partition:
       names: logical axis of each dimension.
 
     Raises:
-      ValueError: a dimension does not divide over the mesh.
+      ValueError: a dimension is not divisible over the mesh.
     """
     split = self.split(shape, names)
     for size, name, axes in zip(shape, names, split, strict=True):
@@ -118,7 +118,7 @@ class Partition:
   def sharding(
     self, label: str, shape: Sequence[int], names: Sequence[str | None]
   ) -> NamedSharding:
-    """Returns the sharding of an array, checked as by `check`."""
+    """Returns the sharding of an array; raises as `check` does."""
     self.check(label, shape, names)
     return NamedSharding(self.mesh, _spec(self.split(shape, names)))
 
@@ -130,7 +130,7 @@ def _spec(axes: Iterable[MeshAxes]) -> PartitionSpec:
 
 
 ONE_DEVICE = Partition(None, {})
-# Each thread has its own partition: servers trace their programs in a thread.
+# Each thread has its own partition: servers trace their programs in threads.
 _ACTIVE: contextvars.ContextVar[Partition] = contextvars.ContextVar(
   'encdec_adapt_partition', default=ONE_DEVICE
 )
@@ -168,7 +168,7 @@ def shard(x: jax.Array, *names: str | None) -> jax.Array:
     `x`, unchanged on one device.
 
   Raises:
-    ValueError: a dimension does not divide over the active mesh; names it.
+    ValueError: a dimension, named in the error, is not divisible over the mesh.
   """
   partition = active()
   if partition.mesh is None:
@@ -181,8 +181,8 @@ def shard(x: jax.Array, *names: str | None) -> jax.Array:
 def split_rows(x: jax.Array, parts: int) -> jax.Array:
   """Splits rows [B, ..] into parts [parts, B / parts, ..].
 
-  Row i goes to part i % parts, so that every device splits its local rows
-  without communication.
+  Row i goes to part i % parts, so each device splits its local rows without
+  communication.
   """
   return x.reshape(x.shape[0] // parts, parts, *x.shape[1:]).swapaxes(0, 1)
 
@@ -193,14 +193,13 @@ def join_rows(x: jax.Array) -> jax.Array:
 
 
 def sum_gradient_in_stages(weight: jax.Array, *names: str | None) -> jax.Array:
-  """Returns the weight, and sums its gradient in two stages.
+  """Returns the weight; sums its gradient in two stages.
 
   The gradient is summed over the axes of the rule `summed_first`, then over the
-  other axes that shard the weight: the TPU compiler turns a sum over some chips
-  of a slice into a reduce-scatter, but a sum over all of them into an
-  all-reduce of the whole array (`tests.benchmarks.gradient_sums`). Axes that
-  split no tokens, such as the axes of heads, need no sum: they shard the
-  gradient in both stages.
+  weight's other mesh axes: the TPU compiler turns a sum over some chips of a
+  slice into a reduce-scatter, but a sum over all chips into an all-reduce of
+  the whole array (`tests.benchmarks.gradient_sums`). Axes without tokens, such
+  as the axes of heads, need no sum: they shard the gradient in both stages.
 
   Args:
     weight: operand of a product with activations.

@@ -1,14 +1,14 @@
-"""Matrix products with gradients that are fast on CPUs too.
+"""Matrix products with fast gradients, also on CPUs.
 
-XLA:CPU multiplies in bfloat16 only if the result is float32, the last dimension
-of the first operand is contracted, and no operand is a bare transpose.
-Otherwise it first converts the operands to float32, at a third of the speed.
-JAX's derivatives do not meet these conditions: the cotangent of a float32
+XLA:CPU multiplies in bfloat16 only if the result is float32, the contraction is
+over the last dimension of the first operand, and no operand is a bare
+transpose. Otherwise it converts the operands to float32, at a third of the
+speed. JAX's derivatives violate these conditions: the cotangent of a float32
 result is float32, and the gradient of a kernel contracts the rows of both
-operands. So on CPUs the products here have custom derivatives, which round the
-cotangent to the dtype of the operands and sum over a transposed copy of the
-smaller operand. In float32 the copy pays off too. On other platforms compilers
-choose layouts themselves, and the products are plain `jnp` products.
+operands. So on CPUs the products here have custom derivatives: they round the
+cotangent to the operands' dtype and sum over a transposed copy of the smaller
+operand, which pays off in float32 too. On other platforms compilers choose
+layouts themselves, and the products are plain `jnp` products.
 
 All results are float32. Letters besides the package's: R rows, I inputs, J
 outputs, Q = G * T queries of a key head.
@@ -24,10 +24,10 @@ from jaxtyping import Array, Float
 from encdec_adapt.ops import partition
 
 _Product = Callable[[jax.Array, jax.Array], jax.Array]
-# Names of projected states for rematerialisation policies: states widened more
+# Checkpoint names of projections, for rematerialisation policies: widened more
 # than twofold, and all others.
 WIDE, NARROW = 'wide_product', 'narrow_product'
-# Minimum rows of a decoding step's product with a weight, by platform.
+# Minimum rows per product with a weight in a decoding step, by platform.
 LEAST_ROWS = {'gpu': 8}
 
 
@@ -37,14 +37,14 @@ def on_cpu() -> bool:
 
 
 def copies(rows: int) -> int:
-  """Returns the number of copies of each row of a decoding step.
+  """Returns the number of copies of each row in a decoding step.
 
   XLA:GPU multiplies one or two rows without matrix units and in more kernels,
-  some of which write products as large as the weight, or convert a table to
-  float32.
+  some of which materialise products as large as the weight or convert a table
+  to float32.
 
   Args:
-    rows: rows of all devices.
+    rows: global number of rows.
   """
   active = partition.active()
   on_device = max(1, rows // active.size('batch'))
@@ -61,13 +61,13 @@ def matmul(
 def logits(
   hidden: Float[Array, 'B T D'], table: Float[Array, 'V D']
 ) -> Float[Array, 'B T V']:
-  """Multiplies states by the rows of a table."""
+  """Computes logits: products of states with the rows of a table."""
   rows = hidden.shape[0] * hidden.shape[1]
-  # A single row is a product of XLA's own, which reads each layout as fast.
+  # XLA reads any layout at full rate for a single row.
   if on_cpu() and 1 < rows <= _FEW:
     flat = _few_by_transposed(hidden.reshape(rows, -1), table)
     return flat.reshape(*hidden.shape[:2], -1)
-  # A token of each row is a step of decoding.
+  # Length 1 is a decoding step.
   length = hidden.shape[1]
   if length == 1 and (count := copies(rows)) > 1:
     hidden = jnp.repeat(hidden, count, axis=1)
@@ -78,14 +78,14 @@ def logits(
 def scores(
   q: Float[Array, 'B K Q H'], k: Float[Array, 'B S K H']
 ) -> Float[Array, 'B K Q S']:
-  """Multiplies each query by all keys of its head."""
+  """Computes scores: products of each query with all keys of its head."""
   return _on_platform(_scores, scores_gradients, q, k)
 
 
 def weighted_values(
   weights: Float[Array, 'B K Q S'], v: Float[Array, 'B S K H']
 ) -> Float[Array, 'B K Q H']:
-  """Sums the values of each head by the weights of a query."""
+  """Sums the values of each head, weighted per query."""
   return _on_platform(_weighted_values, values_gradients, weights, v)
 
 
@@ -123,7 +123,7 @@ def sum_over_rows(
 def add_to_rows(
   x: Float[Array, 'B *J'], shared: Float[Array, '#B *J']
 ) -> Float[Array, 'B *J']:
-  """Adds the same or separate values to the rows of a batch."""
+  """Adds shared or per-row values to the rows of a batch."""
   if not on_cpu() or shared.shape[0] == x.shape[0]:
     return x + shared
 
@@ -132,8 +132,8 @@ def add_to_rows(
     return x + shared
 
   def backward(_, cotangent):
-    # A product by ones: XLA:CPU sums over the first dimension at a tenth of
-    # its speed, and would compute the cotangent once more for it.
+    # A product with ones: XLA:CPU sums over the first dimension at a tenth of
+    # its speed, and would recompute the cotangent for the sum.
     cotangent = jax.lax.optimization_barrier(cotangent)
     rows = cotangent.shape[0]
     total = jnp.ones((1, rows), x.dtype) @ cotangent.reshape(rows, -1)
@@ -151,15 +151,14 @@ def _transposed_copy(x: jax.Array) -> jax.Array:
 
 
 def _matmul_alone(x: jax.Array, y: jax.Array) -> jax.Array:
-  """Multiplies matrices, without merging the transposes around them."""
+  """Multiplies matrices without fusing the transposes around them."""
   barrier = jax.lax.optimization_barrier
   return barrier(jnp.matmul(barrier(x), barrier(y), **_FLOAT32))
 
 
 def _few_by_transposed(x: jax.Array, y: jax.Array) -> jax.Array:
   """Multiplies a few rows [*B, R, I] by the transpose of [*B, J, I] on CPUs."""
-  # XLA:CPU reads a transposed operand at half of its rate where few rows reuse
-  # it.
+  # XLA:CPU reads a transposed operand at half rate if few rows reuse it.
   return jnp.swapaxes(_matmul_alone(y, _transposed_copy(x)), -1, -2)
 
 
@@ -183,7 +182,7 @@ def _matmul_gradients(x, y, cotangent):
 def _on_platform(
   product: _Product, gradients: Callable, x: jax.Array, y: jax.Array
 ) -> jax.Array:
-  """Computes a product, on CPUs with `gradients` (of x, y, cotangent)."""
+  """Computes a product; on CPUs its VJP is `gradients(x, y, cotangent)`."""
   if not on_cpu():
     return product(x, y)
 

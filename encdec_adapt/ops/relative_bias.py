@@ -1,8 +1,8 @@
 """Relative position bias of T5 (Raffel et al., arXiv:1910.10683, section 2.1).
 
-A learnt scalar for each head and bucket of distances is added to the scores. It
-is computed from positions for the current queries, so chunked attention never
-holds an array of all queries by all keys.
+A learned scalar per head and bucket of distances is added to the scores. It is
+computed from positions for the current queries, so chunked attention never
+materialises a [T, S] array.
 """
 
 import dataclasses
@@ -54,7 +54,7 @@ class Positions:
 
 @flax.struct.dataclass
 class RelativeBias:
-  """The table of a layer.
+  """Relative position bias of a layer.
 
   Attributes:
     table: [N, buckets] float32.
@@ -67,19 +67,19 @@ class RelativeBias:
 
 
 def first_distances(buckets: int, distance: int) -> list[int]:
-  """Returns the smallest distance of every bucket of a side but the first.
+  """Returns the smallest distance of every bucket except the first.
 
-  Half of the buckets hold one distance each; the others have equal width in
+  Half of the buckets hold a single distance; the others have equal widths in
   log-distance. Computed on the host, so that devices cannot round a logarithm
   across a bucket's edge.
 
   Args:
-    buckets: buckets of a side.
+    buckets: buckets per direction.
     distance: as in `Positions`.
   """
   exact = buckets // 2
   wide, ratio = buckets - exact, distance / exact
-  # Powers that are integers must not be rounded up.
+  # Integer powers must not be rounded up.
   powers = [exact * ratio ** (i / wide) - 1e-9 for i in range(1, wide)]
   return [*range(1, exact + 1), *map(math.ceil, powers)]
 
@@ -90,11 +90,11 @@ def bucket(
   """Returns the bucket of each distance.
 
   Args:
-    ahead: positions from the query ahead to the key; negative for keys behind.
+    ahead: key position minus query position.
     buckets: as in `Positions`.
     distance: as in `Positions`.
-    bidirectional: whether keys ahead have buckets, the second half; otherwise
-      they are in bucket 0.
+    bidirectional: whether later keys have the second half of the buckets;
+      otherwise they are in bucket 0.
   """
   side = buckets // 2 if bidirectional else buckets
   far = jnp.abs(ahead) if bidirectional else jnp.maximum(-ahead, 0)
@@ -108,20 +108,20 @@ def scores(
 ) -> Float[Array, '#B N T S']:
   """Computes the bias of the scores of self-attention.
 
-  For consecutive tokens, distances come from indices, so that rows share the
-  result: within a segment positions differ by as much, and the mask hides other
+  Rows of consecutive tokens share one result, computed from indices: within a
+  segment indices differ by as much as positions, and the mask hides other
   segments.
 
   Args:
     bias: the table.
-    spec: the mask; bidirectional buckets are those of kind 'full'.
+    spec: the mask; kind 'full' has bidirectional buckets.
   """
 
   def read(ahead: Int[Array, '*L']) -> Float[Array, '*L N']:
-    """Looks up the values of distances as a product.
+    """Looks up the values of distances with a matmul.
 
-    On GPUs the gradient of indexing adds in no fixed order, so a resumed run
-    would differ.
+    On GPUs the gradient of indexing is summed in no fixed order, so a resumed
+    run would differ.
     """
     buckets = bias.table.shape[1]
     numbers = bucket(
@@ -136,9 +136,9 @@ def scores(
   if spec.first_query is None:
     ahead = spec.kv_positions[:, None, :] - spec.q_positions[:, :, None]
     return jnp.moveaxis(read(ahead), -1, 1)
-  # Values of the T + S - 1 distances in a ring: that of key s from query t is
-  # at (s - t) modulo its size. Copies of the ring in a row, cut into rows
-  # shorter by one, move by one from query to query.
+  # The ring holds the values of the T + S - 1 distances: key s and query t read
+  # slot (s - t) modulo its size. Concatenated copies of the ring, reshaped to
+  # rows shorter by 1, shift by 1 per query.
   queries, keys = spec.q_segments.shape[1], spec.kv_segments.shape[1]
   size = queries + keys
   slot = jnp.arange(size)
@@ -150,7 +150,7 @@ def scores(
     rows = rows[: queries * (size - 1)].reshape(queries, size - 1)
     return rows[:, :keys]
 
-  # XLA:CPU would merge these indices into the softmax, whose exponentials then
-  # are not computed by vector instructions; it merges nothing into a loop.
+  # XLA:CPU would fuse this indexing into the softmax and not vectorise its
+  # exponentials; it fuses nothing into a loop.
   each = jax.lax.map if products.on_cpu() else jax.vmap
   return each(of_head, rings)[None]

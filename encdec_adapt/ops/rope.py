@@ -1,7 +1,7 @@
 """Rotary position embedding (Su et al. 2021), half-split as in Gemma.
 
-Dimension j is rotated with dimension j + H/2. `angles` are computed once for
-all layers of a kind.
+Dimension j is rotated with dimension j + H/2. All layers of a kind share
+their `angles`.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from encdec_adapt.base import errors, keys
 
-# Kind of scaling -> its numbers, by key.
+# Kind of scaling -> keys of its numbers.
 NUMBERS = {
   'none': (),
   'linear': ('factor',),
@@ -22,7 +22,7 @@ NUMBERS = {
 
 @dataclasses.dataclass(frozen=True)
 class Scaling:
-  """Scaling of the frequencies, for rows longer than in training.
+  """Scaling of the frequencies, for contexts longer than in training.
 
   The fields are the keys of `config.model.encoder.rope_scaling`.
   """
@@ -59,7 +59,7 @@ class Scaling:
 def frequencies(
   head_dim: int, theta: float, scaling: Scaling
 ) -> Float[Array, 'J']:
-  """Returns the J = H/2 scaled frequencies, in radians per position."""
+  """Returns the J = H/2 scaled frequencies in radians per position."""
   exponent = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim  # [J]
   frequency = theta**-exponent
   if scaling.kind == 'none':
@@ -67,7 +67,7 @@ def frequencies(
   slow = frequency / scaling.factor
   if scaling.kind == 'linear':
     return slow
-  # Periods in the original length, which the two factors are bounds of.
+  # Periods in the original length; the two factors bound them.
   periods = scaling.original_length * frequency / (2 * math.pi)
   width = scaling.high - scaling.low
   blend = jnp.clip((periods - scaling.low) / width, 0.0, 1.0)
@@ -81,7 +81,7 @@ def angles(
   dtype,
   scaling: Scaling = Scaling(),
 ) -> tuple[Float[Array, 'B L 1 J'], Float[Array, 'B L 1 J']]:
-  """Computes cosines and sines of every position.
+  """Computes the cosines and sines of every position.
 
   Args:
     positions: position of every token, from 0.
@@ -95,7 +95,7 @@ def angles(
     (cos, sin), each [B, L, 1, H/2], to broadcast over heads.
   """
   frequency = frequencies(head_dim, theta, scaling)  # [J]
-  # fp32 whatever the model's dtype: bf16 cannot count positions above 256.
+  # Always fp32: bf16 cannot represent all integers above 256.
   angle = positions[..., None].astype(jnp.float32) * frequency  # [B, L, J]
   angle = angle[:, :, None, :]  # [B, L, 1, J]
   return jnp.cos(angle).astype(dtype), jnp.sin(angle).astype(dtype)
@@ -106,7 +106,7 @@ def rotate(
   cos: Float[Array, 'B #L 1 J'],
   sin: Float[Array, 'B #L 1 J'],
 ) -> Float[Array, 'B L N H']:
-  """Rotates each half-split pair of `x` by the angles of its position."""
+  """Rotates each half-split pair of `x` by the angle of its position."""
   first, second = jnp.split(x, 2, axis=-1)  # each [B, L, N, J]
   return jnp.concatenate(
     [first * cos - second * sin, second * cos + first * sin], axis=-1

@@ -1,4 +1,4 @@
-"""A few weighted tokens of a teacher's distribution for every target.
+"""Samples or truncates a teacher's distribution to a few tokens per target.
 
 | form   | tokens                               | weight                      |
 |--------|--------------------------------------|-----------------------------|
@@ -7,7 +7,7 @@
 |        |                                      | the distribution            |
 | gemma3 | the same draws, each token once      | probabilities, renormalised |
 |        | (Gemma 3 report, section 2.2)        | (biased towards the head)   |
-| top    | the k likeliest                      | probabilities, renormalised |
+| top    | the k most probable                  | probabilities, renormalised |
 """
 
 import jax
@@ -28,10 +28,10 @@ def choose(
   vocab_size: int,
   softcap: float | None = None,
 ) -> tuple[Int[Array, 'B T K'], Float[Array, 'B T K']]:
-  """Chooses tokens of softmax(hidden @ table.T) at temperature 1.
+  """Chooses tokens from softmax(hidden @ table.T) at temperature 1.
 
-  Holds the logits of one position of every row at a time. Rows are sharded over
-  the devices, and each device has the whole table.
+  Logits exist for one position per row at a time. Rows are sharded over the
+  devices, and the table is replicated.
 
   Args:
     hidden: final hidden states of the teacher.
@@ -42,8 +42,8 @@ def choose(
     softcap: soft-cap of the logits.
 
   Returns:
-    Token ids, int32, and their weights, float32: counts of draws, with sum k,
-    or probabilities, with sum 1. Repetitions of a drawn id have weight 0.
+    Int32 token ids and their float32 weights: counts of draws, which sum to k,
+    or probabilities, which sum to 1. Repetitions of a drawn id have weight 0.
   """
   table = partition.shard(table[:vocab_size].astype(hidden.dtype), None, None)
   count = draws.shape[-1]
@@ -73,9 +73,9 @@ def choose(
 def _drawn(
   probabilities: Float[Array, 'B V'], uniform: Float[Array, 'B K']
 ) -> tuple[Int[Array, 'B K'], Float[Array, 'B K']]:
-  """Returns ascending ids, and each id's count of draws at its first place."""
+  """Returns sorted ids, and each id's count of draws at its first place."""
   cumulative = jnp.cumsum(probabilities, axis=1)
-  # Scaled with the last sum, which rounding keeps from being 1.
+  # Scaled by the last sum, which rounding keeps from being exactly 1.
   points = jnp.sort(uniform, axis=1) * cumulative[:, -1:]
   ids = jax.vmap(lambda a, b: jnp.searchsorted(a, b, side='right'))(
     cumulative, points

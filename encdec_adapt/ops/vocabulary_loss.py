@@ -1,10 +1,10 @@
-"""Cross-entropy over a large vocabulary, without storing logits.
+"""Cross-entropy over a large vocabulary without storing logits.
 
 Optionally with distillation from a teacher's distribution, computed from the
 same logits. All results are weighted sums: the caller divides by the weight of
-the whole global step, so that microbatches and hosts of unequal weight add up
-to one large batch. Losses that compare sequences read the log-probability of
-each token instead (`token_log_probs`).
+the global batch, so that microbatches and hosts of unequal weight add up to one
+large batch. Losses over sequences use the log-probability of each token instead
+(`token_log_probs`).
 """
 
 from collections.abc import Callable
@@ -26,13 +26,13 @@ class LossSums:
     total: the objective: weights * (cross-entropy with label smoothing, plus
       z_loss * log(normaliser)^2). With a teacher: weights * (share *
       temperature^2 * divergence, plus (1 - share) * cross-entropy with label
-      smoothing, plus the z-loss), where KL(teacher || student) is without the
-      teacher's entropy, as the cross-entropy to the teacher.
+      smoothing, plus the z-loss), where KL(teacher || student) is replaced by
+      the cross-entropy to the teacher, without the teacher's entropy.
     cross_entropy: weights * -log p(target), without smoothing.
     divergence: weights * divergence of teacher and student, both at the
-      temperature; not multiplied by its square. 0 without a teacher.
+      temperature, without the factor temperature^2. 0 without a teacher.
     z_loss: the z-loss part of `total`.
-    correct: weight of the tokens whose target has the largest logit (ties
+    correct: total weight of tokens whose target has the largest logit (ties
       count as correct).
     weight: sum of the weights.
   """
@@ -61,24 +61,24 @@ def cross_entropy(
   """Computes the cross-entropy of `targets` under softmax(hidden @ table.T).
 
   Products run in the dtype of `hidden` and accumulate in float32. Gradients are
-  computed together with the loss, and only under differentiation. Runs on the
-  active partition (`ops.partition`); without it on a single device.
+  computed together with the loss, only under differentiation. Runs on the
+  active partition (`ops.partition`), or else on a single device.
 
   Args:
     hidden: final hidden states.
     table: output table; rows from `vocab_size` on are padding, with probability
       and gradient exactly 0.
-    targets: ids in [0, vocab_size). An id outside gives NaN where its weight
-      is not 0.
-    weights: any finite values; 0 hides a token.
+    targets: ids in [0, vocab_size). Other ids give NaN unless their weight is
+      0.
+    weights: any finite values; 0 excludes a token.
     vocab_size: number of real tokens.
     softcap: logits become softcap * tanh(logits / softcap) (Gemma 2: 30).
     z_loss: coefficient of log(normaliser)^2 (PaLM, section 5: 1e-4).
     label_smoothing: weight of the uniform distribution over the real vocabulary
       in the target distribution.
     chunk: maximum tokens per device with logits in memory at a time.
-    teacher: a distribution to learn besides the targets, without gradient; None
-      for none.
+    teacher: a distribution to distil besides the targets, without gradient, or
+      None.
 
   Returns:
     The sums; `total` is differentiable in hidden, table and weights.
@@ -101,8 +101,8 @@ def cross_entropy(
   def loss(*arrays):
     return run(*arrays, with_gradients=False)[0]
 
-  # The gradients come with the sums: a backward pass would have to form the
-  # logits a second time, and those are the largest product of the model.
+  # The forward pass computes the gradients too: the backward pass would have to
+  # recompute the logits, the largest product of the model.
   forward = functools.partial(run, with_gradients=True)
 
   def backward(gradients, cotangents):
@@ -127,7 +127,7 @@ def per_token(
   softcap: float | None = None,
   chunk: int = vocabulary_parallel.DEFAULT_CHUNK,
 ) -> tuple[Float[Array, 'B T'], Float[Array, 'B T']]:
-  """Computes the cross-entropy of every token, without gradients.
+  """Computes the cross-entropy of every token without gradients.
 
   Args (see `cross_entropy`):
     hidden: final hidden states.
@@ -135,7 +135,7 @@ def per_token(
     targets: ids in [0, vocab_size).
     vocab_size: number of real tokens.
     softcap: soft-cap of the logits.
-    chunk: most tokens of a device with logits in memory at a time.
+    chunk: maximum tokens per device with logits in memory at a time.
 
   Returns:
     -log p(target) in nats, and 1 where the target has the largest logit (ties
@@ -166,10 +166,10 @@ def token_log_probs(
   chunk: int = vocabulary_parallel.DEFAULT_CHUNK,
   entropy: bool = False,
 ) -> Float[Array, 'B T'] | tuple[Float[Array, 'B T'], Float[Array, 'B T']]:
-  """Computes the log-probability of every target, with gradients.
+  """Computes the log-probability of every target with gradients.
 
-  The gradients equal those of `cross_entropy` with the negative cotangents as
-  weights: a second pass over the chunks, without storing logits.
+  The backward pass is a second pass over the chunks, without stored logits: it
+  computes the gradients of `cross_entropy` weighted by the negative cotangents.
 
   Args (see `cross_entropy`):
     hidden: final hidden states.
@@ -178,7 +178,7 @@ def token_log_probs(
     vocab_size: number of real tokens.
     softcap: soft-cap of the logits.
     temperature: divisor of the logits, after the soft-cap.
-    chunk: most tokens of a device with logits in memory at a time.
+    chunk: maximum tokens per device with logits in memory at a time.
     entropy: whether to return entropies too.
 
   Returns:
@@ -215,16 +215,16 @@ def token_log_probs(
 
 
 def _run(hidden, table, weights, *arguments, **options):
-  """Computes the sums, and the gradients of `total`; arguments as `_sweep`.
+  """Computes the sums and the gradients of `total`; arguments as in `_sweep`.
 
   Returns:
     The sums; gradients in `hidden` and `table`, None without gradients, and in
-    `weights`, in which `total` is linear.
+    `weights` (`total` is linear in them).
   """
   values, dhidden, dtable = _sweep(
     hidden, table, weights, *arguments, **options
   )
-  # A weight of zero hides any value, NaN included: padding has no target.
+  # A weight of 0 hides any value, including NaN: padding has no target.
   sums = {
     name: jnp.sum(jnp.where(weights == 0, 0.0, weights * value))
     for name, value in values.items()
@@ -250,7 +250,7 @@ def _sweep(
   temperature: float = 1.0,
   entropy: bool = False,
 ) -> tuple[dict[str, jax.Array], jax.Array | None, jax.Array | None]:
-  """Computes the terms of every token, and gradients of their weighted sum.
+  """Computes the terms of every token and gradients of their weighted sum.
 
   Returns:
     Terms [B, T] by name; gradients in `hidden` and `table`, None without
@@ -262,7 +262,7 @@ def _sweep(
     share = 1.0 - teacher.share
     tokens += teacher.tokens
     tables += teacher.tables(table.shape[0])
-  # Without weight on the data its terms are only reported.
+  # If the data have no weight, their terms are only reported.
   data_counts = share > 0 or z_loss > 0
 
   def step(columns, tokens, tables):
@@ -286,7 +286,7 @@ def _sweep(
     teacher_parts, distill = teacher.terms(
       columns, logits, teacher_tokens, tables[1:], w, softcap=softcap
     )
-    # One pass over the logits, and one exchange.
+    # One pass over the logits and one collective.
     largest, sums = columns.reduce(*parts, *teacher_parts)
     values, dlogits = finish(largest, sums)
     distilled, gradient = distill(sums[-len(teacher_parts) :])
@@ -317,7 +317,7 @@ def terms(
   temperature: float = 1.0,
   entropy: bool = False,
 ) -> tuple[list[Float[Array, 'rows v']], Callable]:
-  """Prepares terms per row, and with weights the gradient of the raw logits.
+  """Prepares terms per row and, given weights, the raw logits' gradient.
 
   Args (the remaining ones as for `cross_entropy`):
     columns: the local columns.
@@ -329,10 +329,10 @@ def terms(
     entropy: whether to compute 'entropy', which has no gradient.
 
   Returns:
-    Arguments of `columns.reduce`; and a function of its results, which returns
-    'total', 'cross_entropy', 'z_loss' and 'correct', each [rows], without
-    weights, and 'entropy' on request; and the gradient [rows, v] of weights *
-    total, or None.
+    Arguments of `columns.reduce`, and a function of its results. It returns
+    unweighted 'total', 'cross_entropy', 'z_loss', 'correct' and, on request,
+    'entropy', each [rows], and the gradient [rows, v] of weights * total, or
+    None.
   """
   capped, slope = vocabulary_parallel.soft_cap(logits, softcap)
   if temperature != 1:
@@ -349,12 +349,12 @@ def terms(
   if label_smoothing:
     parts.append(columns.only_tokens(capped, 0.0))
   if entropy:
-    # Padding has a probability of exactly 0, and a finite score.
+    # Padding has probability exactly 0 and a finite score.
     parts.append(jnp.exp(shifted) * shifted)
 
   def finish(largest, sums):
     log_normaliser = shift + jnp.log(sums[0])
-    # An id outside matches no column and would count as a logit of 0.
+    # An id outside the vocabulary matches no column and would get logit 0.
     in_vocabulary = (targets >= 0) & (targets < columns.vocab_size)
     nll = jnp.where(in_vocabulary, log_normaliser - sums[1], jnp.nan)
     smoothed = nll

@@ -1,16 +1,15 @@
-"""A pass over chunks of tokens with a table sharded over the vocabulary.
+"""Chunked pass over tokens with a table sharded over the vocabulary.
 
 The sharded part of `vocabulary_loss`. Each device holds some rows of the output
-table [V, D] and some of the tokens. For a chunk of its tokens it gathers the
-hidden states of the devices that share the table with it, computes the logits
-of its columns once, and from them both the terms of the loss and the gradients:
-`dhidden` returns to the owners of the tokens, `dtable` stays with the rows. No
-device ever holds the logits of all its tokens, and automatic differentiation
-passes through no collective, because the custom derivative (`vocabulary_loss`)
-is around `shard_map`.
+table [V, D] and some tokens. For each chunk of tokens it gathers the hidden
+states of all devices sharing the table, computes the logits of its columns
+once, and from them the loss terms and the gradients: `dhidden` returns to the
+owners of the tokens, `dtable` stays with the rows. No device ever holds the
+logits of all its tokens, and automatic differentiation passes through no
+collective, because `vocabulary_loss` wraps `shard_map` in a custom derivative.
 
-Which mesh axes split tokens ('batch', 'length') and table rows ('vocab') is
-read from the active partition; without it, the same code runs on one device.
+The active partition gives the mesh axes of tokens ('batch', 'length') and table
+rows ('vocab'); without a partition, the same code runs on one device.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,14 +37,14 @@ Sum = Any
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
-  """The columns of the logits on a device, and sums over all columns.
+  """The local columns of the logits, with reductions over all columns.
 
   Attributes:
     ids: [v] int32, the token id of each local column.
-    is_token: [v] bool, False for columns of padding; None if the table has no
+    is_token: [v] bool, False for padding columns; None if the table has no
       padding (masking would cost a pass over the logits).
-    vocab_size: number of columns that are tokens, over all devices.
-    axes: mesh axes over which the columns are split.
+    vocab_size: global number of token columns, without padding.
+    axes: mesh axes of the columns.
   """
 
   ids: jax.Array
@@ -61,11 +60,11 @@ class Columns:
   def reduce(
     self, scores: jax.Array, *terms: jax.Array
   ) -> tuple[jax.Array, jax.Array]:
-    """Takes the largest score [rows], and sums each term: [terms, rows]."""
+    """Returns the largest scores [rows] and sums of terms [terms, rows]."""
     if partition.active().platform != 'gpu':
       return self.max(scores)[0], self.sum(*terms)
-    # A single operation: of several, XLA:GPU stores what they share, and reads
-    # the logits again for each.
+    # A single operation: for several, XLA:GPU would store shared intermediates
+    # and read the logits again for each.
     largest, *sums = jax.lax.reduce(
       (scores, *terms),
       (jnp.float32(-math.inf), *[jnp.float32(0)] * len(terms)),
@@ -78,12 +77,12 @@ class Columns:
     return jax.lax.pmax(largest, self.axes), jax.lax.psum(sums, self.axes)
 
   def max(self, *terms: jax.Array) -> jax.Array:
-    """Takes the largest value of each [rows, v] term: [terms, rows]."""
+    """Returns the largest value of each [rows, v] term: [terms, rows]."""
     local = jnp.stack([jnp.max(term, axis=-1) for term in terms])
     return jax.lax.pmax(local, self.axes) if self.axes else local
 
   def only_tokens(self, values: ArrayLike, otherwise: float) -> ArrayLike:
-    """Replaces values [rows, v] in the columns of padding."""
+    """Replaces values [rows, v] in padding columns by `otherwise`."""
     if self.is_token is None:
       return values
     return jnp.where(self.is_token, values, otherwise)
@@ -99,13 +98,13 @@ ChunkStep = Callable[
 
 
 class _Layout:
-  """Mesh axes that split the tokens and the rows of the table.
+  """Mesh axes of the tokens and of the rows of the table.
 
   Attributes:
-    vocab: axes that split the table's rows.
-    shared: axes that split both, over which hidden states are exchanged.
-    vocab_only: axes that split the rows and not the tokens.
-    tokens_only: axes that split the tokens and not the rows.
+    vocab: axes of the table's rows.
+    shared: axes of both, over which hidden states are exchanged.
+    vocab_only: axes of the rows but not the tokens.
+    tokens_only: axes of the tokens but not the rows.
   """
 
   def __init__(self, active: partition.Partition):
@@ -116,7 +115,7 @@ class _Layout:
     self.tokens_only = active.only(partition.TOKENS, ['vocab'])
 
   def gather(self, x: jax.Array) -> jax.Array:
-    """Gathers [c, ...] to [rows, ...] of all devices that share a table."""
+    """Gathers [c, ...] to [rows, ...] of all devices sharing a table."""
     if not self.shared:
       return x
     return jax.lax.all_gather(x, self.shared, axis=0, tiled=True)
@@ -139,7 +138,7 @@ class _Layout:
 def product(
   x: Float[Array, 'rows D'], table: Float[Array, 'v D']
 ) -> Float[Array, 'rows v']:
-  """Computes float32 logits of hidden states and the rows of a table."""
+  """Computes float32 logits: hidden states times the rows of a table."""
   return jnp.einsum('nd,vd->nv', x, table, preferred_element_type=jnp.float32)
 
 
@@ -156,11 +155,11 @@ def soft_cap(
 def fixed_shift(cap: float | None, temperature: float = 1.0) -> float | None:
   """Returns a bound to subtract from soft-capped scores before exponentials.
 
-  Without a bound, the maximum must be known before the sums. None if scores may
-  lie too far apart for float32.
+  None without a cap, or if scores could be too far apart for float32: the sums
+  then need the maximum first.
   """
   bound = math.inf if cap is None else cap / temperature
-  # The smallest exponential, of -2 * bound, is a normal number.
+  # exp(-2 * bound), the smallest exponential, is a normal number.
   return bound if bound <= 40 else None
 
 
@@ -173,14 +172,14 @@ def sweep(
   chunk: int,
   with_gradients: bool,
 ) -> tuple[Any, jax.Array | None, jax.Array | None]:
-  """Runs `step` over all tokens, a chunk at a time.
+  """Runs `step` over all tokens in chunks.
 
   Args:
     step: function of a chunk of tokens and the local columns.
     tokens: arrays [B, T, ...]; the first holds the hidden states [B, T, D].
     tables: arrays [V, ...]; the first is the output table [V, D] in the dtype
       of the products.
-    vocab_size: rows of the tables that are tokens; later rows are padding.
+    vocab_size: number of token rows in the tables; later rows are padding.
     chunk: maximum tokens per device in a step.
     with_gradients: whether `step` returns the gradient of the logits.
 
@@ -189,7 +188,7 @@ def sweep(
     token array, in its dtype, and of the first table, in float32, or None.
 
   Raises:
-    ValueError: shapes the active partition cannot split.
+    ValueError: shapes are not divisible over the mesh.
   """
   active = partition.active()
   on_device = functools.partial(
@@ -222,8 +221,8 @@ def _sweep_device(
     if dlogits is None:
       return dtable, (rows, None)
     x, table = gathered[0], tables[0]
-    # Rounded like the logits' operands, so that these products run on the
-    # matrix units' fast path; their sums are float32.
+    # Cast like the logits' operands, so that these products run on the matrix
+    # units' fast path; they accumulate in float32.
     dlogits = dlogits.astype(x.dtype)
     dx = jnp.einsum(
       'nv,vd->nd', dlogits, table, preferred_element_type=jnp.float32

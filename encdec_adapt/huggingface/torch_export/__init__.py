@@ -1,8 +1,8 @@
-"""Torch code for `transformers`, part of an export in our layout.
+"""Torch code for `transformers` in exports with our layout.
 
-`modeling_encdec_adapt.py` computes a pair of any families from its config.json.
-Nothing here imports it, and it imports nothing of the package: this module has
-only names and file contents.
+`modeling_encdec_adapt.py` implements pairs of any families from their
+config.json. It imports nothing of the package, and no module imports it. This
+module has only names and file contents.
 """
 
 import pathlib
@@ -13,7 +13,7 @@ from encdec_adapt.models import heads, model_config
 _CONFIGURATION = 'configuration_encdec_adapt'
 _MODELING = 'modeling_encdec_adapt'
 ARCHITECTURE = 'EncDecAdaptForConditionalGeneration'
-# Fields of config.json for `transformers` to find the code.
+# Fields of config.json that point `transformers` to the code.
 FIELDS = {
   'architectures': [ARCHITECTURE],
   'auto_map': {
@@ -32,7 +32,7 @@ _EMBEDDER = {
 
 
 _SCALED = [heads.Tokens(tied, scaled=True) for tied in (True, False)]
-# By the kinds of model and head that the code computes.
+# Fields by supported kinds of model and head.
 _CODE = {('encoder_decoder', 'tokens'): FIELDS} | {
   (kind, 'embedding'): _EMBEDDER for kind in heads.Embedding.models
 }
@@ -43,7 +43,7 @@ def _kinds(model: model_config.ModelConfig) -> tuple[str, str]:
 
 
 def fields(model: model_config.ModelConfig) -> dict[str, Any]:
-  """Returns the fields of config.json for `transformers` to find the code."""
+  """Returns fields of config.json that point `transformers` to the code."""
   return _CODE[_kinds(model)]
 
 
@@ -65,7 +65,7 @@ def problem(model: model_config.ModelConfig) -> str:
 
 
 def files() -> dict[str, Any]:
-  """Returns the files of the code, name in the export -> content."""
+  """Returns the files of the code: name in the export -> content."""
   folder = pathlib.Path(__file__).parent
   names = (f'{_CONFIGURATION}.py', f'{_MODELING}.py')
   return {name: (folder / name).read_bytes() for name in names}

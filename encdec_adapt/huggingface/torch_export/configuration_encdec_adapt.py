@@ -1,16 +1,16 @@
-"""config.json of an encoder-decoder of encdec_adapt, for `transformers`."""
+"""config.json of encdec_adapt models, for `transformers`."""
 
 import transformers
 
 
 class EncDecAdaptConfig(transformers.PreTrainedConfig):
-  """Shape of a model: `model` has the keys of encdec_adapt's `config.model`."""
+  """Model shape; `model` has the keys of encdec_adapt's `config.model`."""
 
   model_type = 'encdec_adapt'
 
   def __init__(self, model=None, **fields):
     self.model = model or {}
-    # Caches and generation look for sizes of the decoder under these names.
+    # Caches and generation read the decoder's sizes under these names.
     if decoder := self.model.get('decoder'):
       fields |= {
         'is_encoder_decoder': self.model['kind'] == 'encoder_decoder',
@@ -21,7 +21,7 @@ class EncDecAdaptConfig(transformers.PreTrainedConfig):
     super().__init__(**fields)
 
   def prompt(self, text):
-    """Returns a text behind the (first) prefix of the model's training."""
+    """Returns a text after the (first) prefix used in training."""
     tasks = getattr(self, 'task_specific_params', None) or {}
     prefixes = tasks.get('encdec_adapt', {}).get('prefixes')
     return (prefixes or [''])[0] + text

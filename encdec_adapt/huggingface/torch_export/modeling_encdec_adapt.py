@@ -1,10 +1,10 @@
-"""Encoder-decoders of encdec_adapt in torch, for `transformers`.
+"""Models of encdec_adapt in torch, for `transformers`.
 
-An export carries this file, and `transformers` runs it with
+Exports include this file, and `transformers` runs it with
 `trust_remote_code=True`. Parameters have the names and shapes of encdec_adapt.
-Letters of shapes: batch B, encoder length S, decoder length T, either L, width
-D, query heads N, key/value heads K, head dimension H, keys C. `stack` has the
-keys of encdec_adapt's `config.model.encoder` or `.decoder`.
+Letters of shapes: batch B, encoder length S, decoder length T, either length L,
+width D, query heads N, key/value heads K, head dimension H, keys C. `stack` has
+the keys of encdec_adapt's `config.model.encoder` or `.decoder`.
 """
 
 import functools
@@ -24,13 +24,13 @@ _ACTIVATIONS = {
   'relu': functional.relu,
   'gelu_tanh': functools.partial(functional.gelu, approximate='tanh'),
 }
-# The name of the field for caches changed within transformers 5.
+# transformers 5 renamed the field of caches between minor versions.
 _IS_NEW = hasattr(modeling_outputs.Seq2SeqLMOutput, 'cache')
 _CACHE = 'cache' if _IS_NEW else 'past_key_values'
 
 
 def rms_norm(x, scale, stack):
-  """Normalises the last axis by its root mean square, in float32."""
+  """Applies RMSNorm over the last axis, in float32."""
   x32 = x.float()
   mean_square = x32.square().mean(-1, keepdim=True)
   normal = x32 * torch.rsqrt(mean_square + stack['norm_eps'])
@@ -41,7 +41,7 @@ def rms_norm(x, scale, stack):
 
 
 def softcap(x, cap):
-  """Bounds x to (-cap, cap); a cap of 0 is none."""
+  """Bounds x to (-cap, cap); 0 means no cap."""
   return cap * torch.tanh(x / cap) if cap else x
 
 
@@ -57,7 +57,7 @@ def rotation(stack, kind, positions):
     share = 0.0
     if scaling['kind'] == 'llama3':
       low, high = scaling['low'], scaling['high']
-      # Periods in the length that the model was trained on.
+      # Periods in the original training length.
       periods = scaling['original_length'] * frequency / (2 * math.pi)
       share = ((periods - low) / (high - low)).clamp(0, 1)
     frequency = (1 - share) * frequency / scaling['factor'] + share * frequency
@@ -74,7 +74,7 @@ def rotate(x, cos, sin):
 
 
 def near(stack, kind, start, length, device):
-  """Returns which keys [C] are in reach of queries from `start`, [L, C]."""
+  """Returns the mask [L, C] of keys in reach of queries from `start` on."""
   positions = torch.arange(start + length, device=device)
   behind = positions[start:, None] - positions
   window = stack['window'] if kind == 'local' else 1 << 60
@@ -88,14 +88,14 @@ def near(stack, kind, start, length, device):
 
 
 def _check(options):
-  """Refuses options of other models, which would be ignored in silence."""
+  """Checks for unsupported options, which would be silently ignored."""
   for name in options.keys() - {'return_dict', 'cache_position'}:
     if options[name] is not None and options[name] is not False:
       raise NotImplementedError(f'{name} is not supported by this model.')
 
 
 class _Weights(nn.Module):
-  """Parameters of the given shapes, which `_init_weights` fills."""
+  """Parameters of the given shapes; `_init_weights` initialises them."""
 
   def __init__(self, stack, **shapes):
     super().__init__()
@@ -104,7 +104,7 @@ class _Weights(nn.Module):
       setattr(self, name, nn.Parameter(torch.empty(shape)))
 
   def project(self, name, x):
-    """Contracts the last axes of x [B, L, ..] with the first of a kernel."""
+    """Contracts the last axes of x [B, L, ..] with a kernel's first axes."""
     kernel, bias = getattr(self, name), getattr(self, f'{name}_bias', None)
     shape = kernel.shape[x.dim() - 2 :]
     x = x.flatten(2)  # [B, L, I]
@@ -124,7 +124,7 @@ class Norm(_Weights):
 
 
 class Table(_Weights):
-  """Token embeddings, or the rows of a head."""
+  """Embedding table, or the table of a head."""
 
   def __init__(self, stack, eoi_token=-1):
     vector = {'eoi': (stack['width'],)} if eoi_token >= 0 else {}
@@ -133,12 +133,12 @@ class Table(_Weights):
     self.eoi_token = eoi_token
 
   def forward(self, tokens):
-    """Returns the states [B, L, D] that enter the first layer."""
+    """Returns the input states [B, L, D] of the first layer."""
     x = functional.embedding(tokens, self.table)
-    # The factor is rounded to the dtype first, as in training.
+    # Rounds the factor to the dtype first, as in training.
     if self.stack['scale_embeddings']:
       x = x * torch.tensor(self.stack['width'] ** 0.5).type_as(x)
-    # The end of an image (T5Gemma 2) has a separate vector, without a factor.
+    # The end of an image (T5Gemma 2) has a separate, unscaled vector.
     if self.eoi_token >= 0:
       x = torch.where((tokens == self.eoi_token)[..., None], self.eoi, x)
     return x
@@ -161,7 +161,7 @@ class MLP(_Weights):
 
 
 class Attention(_Weights):
-  """Projections of an attention, and the attention itself."""
+  """Attention with its projections."""
 
   def __init__(self, stack, source_width):
     width, head_dim = stack['width'], stack['head_dim']
@@ -184,7 +184,7 @@ class Attention(_Weights):
     return x
 
   def queries(self, x, angles=None):
-    """Returns queries [B, N, T, H] of states, rotated by angles if given."""
+    """Returns queries [B, N, T, H], rotated by angles if given."""
     q = self._normed('query', x)
     return (rotate(q, *angles) if angles else q).transpose(1, 2)
 
@@ -195,15 +195,15 @@ class Attention(_Weights):
     return k.transpose(1, 2), v.transpose(1, 2)
 
   def forward(self, q, k, v, visible):
-    """Attends; `visible` [B, 1, T or 1, C] tells which keys a query sees."""
+    """Computes attention; `visible` [B, 1, T or 1, C] masks keys per query."""
     batch, heads, length, head_dim = q.shape
-    # Query heads of one key head share an axis: keys need no copies.
+    # Query heads of a key head share an axis: keys need no copies.
     q = q.reshape(batch, k.shape[1], -1, head_dim)
     scores = (q @ k.mT).float() * self.stack['query_scale'] ** -0.5
     scores = softcap(scores, self.stack['attention_softcap'])
     scores = scores.view(batch, heads, length, -1)
     weights = scores.masked_fill(~visible, _HIDDEN).softmax(-1)
-    # A query without a visible key reads nothing.
+    # Queries without a visible key return zeros.
     weights = weights.masked_fill(~visible, 0).type_as(v)
     out = weights.view(batch, k.shape[1], -1, k.shape[2]) @ v
     out = out.reshape(batch, heads, length, head_dim).transpose(1, 2)
@@ -211,7 +211,7 @@ class Attention(_Weights):
 
 
 class Layer(nn.Module):
-  """Self-attention, cross-attention to `cross_width` states, feed-forward."""
+  """Self-attention, cross-attention if `cross_width` is set, feed-forward."""
 
   def __init__(self, stack, number):
     super().__init__()
@@ -235,7 +235,7 @@ class Layer(nn.Module):
     return x + update
 
   def _memory(self, attention, states, cache):
-    """Returns keys and values of the encoder's states, computed once."""
+    """Returns the encoder's keys and values, computed once."""
     if cache is None:
       return attention.keys_values(states)
     stored = cache.cross_attention_cache
@@ -248,9 +248,9 @@ class Layer(nn.Module):
     """Returns the states [B, L, D] after the layer.
 
     Args:
-      x: states before it, [B, L, D].
-      context: rotation angles and visible keys for each kind of layer.
-      memory: states of the encoder [B, S, E] and their visibility, or None.
+      x: states before the layer, [B, L, D].
+      context: rotation angles and visible keys by kind of layer.
+      memory: encoder states [B, S, E] and their visibility, or None.
       cache: an `EncoderDecoderCache`, or None.
     """
     states, states_visible = memory or (None, None)
@@ -261,7 +261,7 @@ class Layer(nn.Module):
     if cache is not None:
       k, v = cache.self_attention_cache.update(k, v, self.number)
     if self.merged:
-      # The encoder's keys follow the decoder's, without a rotation.
+      # The encoder's unrotated keys follow the decoder's.
       more = self._memory(self.attention, states, cache)
       k, v = (torch.cat(x, 2) for x in zip((k, v), more, strict=True))
       shape = (-1, -1, visible.shape[2], -1)
@@ -276,16 +276,16 @@ class Layer(nn.Module):
 
 
 class Stack(nn.Module):
-  """Token ids to states after the final norm."""
+  """Maps token ids to states after the final norm."""
 
-  main_input_name = 'input_ids'  # `generate` asks the encoder for it.
+  main_input_name = 'input_ids'  # `generate` reads it from the encoder.
 
   def __init__(self, stack, eoi_token, embedder=None):
     super().__init__()
     self.stack = stack
     if embedder is None:
       self.embedder = Table(stack, eoi_token)
-    # In a list: torch would register the decoder's table with the encoder.
+    # In a list, so that torch does not register the decoder's table twice.
     self._embedder = [embedder or self.embedder]
     self.layers = nn.ModuleList(Layer(stack, i) for i in range(stack['layers']))
     self.final_norm = Norm(stack)
@@ -295,13 +295,13 @@ class Stack(nn.Module):
   def forward(
     self, input_ids, attention_mask=None, memory=None, cache=None, **options
   ):
-    """Returns the states of tokens [B, L] that follow those in the cache.
+    """Returns the states of tokens [B, L] that continue the cache.
 
     Args:
       input_ids: token ids.
-      attention_mask: 0 at padding, cached tokens included, [B, C].
-      memory: for a decoder the encoder's states [B, S, E] and mask [B, S].
-      cache: an EncoderDecoderCache, which gets the new keys and values.
+      attention_mask: 0 at padding, [B, C], including cached tokens.
+      memory: encoder states [B, S, E] and mask [B, S], for a decoder.
+      cache: an EncoderDecoderCache, updated with the new keys and values.
       **options: see `_check`.
     """
     _check(options)
@@ -311,7 +311,7 @@ class Stack(nn.Module):
       attention_mask = input_ids.new_ones((len(input_ids), start + length))
     tokens = attention_mask[:, None, None].to(device) != 0
     positions = torch.arange(start, start + length, device=device)
-    # Padding counts as positions: only differences of them matter.
+    # Padding has positions too: only differences of positions matter.
     context = {
       kind: (
         rotation(self.stack, kind, positions),
@@ -330,7 +330,7 @@ class Stack(nn.Module):
 class EncDecAdaptForConditionalGeneration(
   transformers.PreTrainedModel, transformers.GenerationMixin
 ):
-  """An encoder, and a decoder that reads its states."""
+  """An encoder and a decoder with cross-attention."""
 
   config_class = EncDecAdaptConfig
   accepts_loss_kwargs = False
@@ -339,7 +339,7 @@ class EncDecAdaptForConditionalGeneration(
   def __init__(self, config):
     super().__init__(config)
     model = config.model
-    # The fields that each stack has by its role in the pair.
+    # Fields given by a stack's role in the pair.
     decoder = {k: model[k] for k in ('cross_merged', 'cross_layers')}
     decoder |= {'cross_width': model['encoder']['width']}
     decoder |= {'window_rule': 'causal', 'tied': model['head']['tied']}
@@ -352,7 +352,7 @@ class EncDecAdaptForConditionalGeneration(
     self.post_init()
 
   def _init_weights(self, module):
-    """Draws the parameters of a module that no file has."""
+    """Initialises a module's parameters missing from the files."""
     for name, value in module.named_parameters(recurse=False):
       if name.endswith(('scale', '_norm')):
         direct = module.stack['norm_gain'] == 'direct'
@@ -361,7 +361,7 @@ class EncDecAdaptForConditionalGeneration(
         nn.init.normal_(value, std=0.0 if name.endswith('_bias') else 0.02)
 
   def prepare_decoder_input_ids_from_labels(self, labels):
-    """Returns labels [B, T] after the start token, without the last one."""
+    """Returns labels [B, T] shifted right, after the start token."""
     ids = self.generation_config
     if ids.decoder_start_token_id is None:
       raise ValueError(
@@ -385,7 +385,7 @@ class EncDecAdaptForConditionalGeneration(
     use_cache=False,
     **options,
   ):
-    """Returns logits [B, T, V] in float32, and the loss of labels, if any."""
+    """Returns float32 logits [B, T, V], and the loss if labels are given."""
     _check(options)
     if encoder_outputs is None:
       encoder_outputs = self.encoder(input_ids, attention_mask)
@@ -415,11 +415,11 @@ class EncDecAdaptForConditionalGeneration(
 
 
 class EncDecAdaptModel(transformers.PreTrainedModel):
-  """A single stack: an embedding model pools its states."""
+  """A single stack; embedding models pool its states."""
 
   config_class = EncDecAdaptConfig
   _no_split_modules = ['Layer']
-  # Projections of the embeddings, which folders of modules have, too.
+  # The projections of embeddings are also in the folders of modules.
   _keys_to_ignore_on_load_unexpected = [r'decoder\.embedding\.']
 
   def __init__(self, config):
@@ -434,5 +434,5 @@ class EncDecAdaptModel(transformers.PreTrainedModel):
   _init_weights = EncDecAdaptForConditionalGeneration._init_weights
 
   def forward(self, input_ids=None, attention_mask=None, **options):
-    """Returns the states of tokens [B, L], [B, L, D]."""
+    """Returns the states [B, L, D] of tokens [B, L]."""
     return self.decoder(input_ids, attention_mask, **options)
