@@ -48,8 +48,9 @@ from encdec_adapt.generation import (
   prompt_encoding,
   text_generation,
 )
-from encdec_adapt.inference import engine, pooling
+from encdec_adapt.inference import engine
 from encdec_adapt.inference import rewards as scores
+from encdec_adapt.models import heads
 from encdec_adapt.objectives import framing
 from encdec_adapt.stored import model_on_disk
 from encdec_adapt.telemetry import progress
@@ -79,7 +80,7 @@ define_flags = command.define(
   command.options(text_generation.Options),
   command.choice(
     'embed',
-    list(pooling.POOLINGS),
+    list(heads.POOLINGS),
     "Write the encoder's states instead, or an embedding model's vectors: the"
     ' mean, or that of the first or last token.',
   ),
@@ -210,10 +211,10 @@ def _open_rewards(
     return lambda groups, _: answer_encoding.score_texts(
       read(),
       [group.fields['prompt'] for group in groups],
-      [group.texts for group in groups],
-      [[group.fields['ended'] != 'length'] for group in groups],
+      [group.texts[0] for group in groups],
+      [group.fields['ended'] != 'length' for group in groups],
       batch_size=values.batch_size,
-    )
+    )[:, None]
 
   return completion_rewards.Rewards(
     _parse_rewards(values.reward), open_model, '--reward'

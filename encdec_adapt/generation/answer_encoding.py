@@ -70,17 +70,17 @@ def fits(
 def score_texts(
   loaded: model_in_memory.LoadedModel,
   prompts: Sequence[Prompt],
-  completions: Sequence[Sequence[str]],
-  ended: Sequence[Sequence[bool]],
+  completions: Sequence[str],
+  ended: Sequence[bool],
   *,
   batch_size: int,
 ) -> np.ndarray:
-  """Computes the rewards of completions of prompts, [P, G].
+  """Computes the rewards of the completions of prompts, [P].
 
   Args:
     loaded: a reward model.
     prompts: texts, or conversations ending with a user turn.
-    completions: the texts of the G completions of each prompt.
+    completions: text of the completion of each prompt.
     ended: whether each completion is complete (False if truncated).
     batch_size: prompts per batch.
 
@@ -103,11 +103,7 @@ def score_texts(
     *_, pair = make.examples(documents, np.random.default_rng)
     return pair if end else pair._replace(targets=pair.targets[:-1])
 
-  groups = [
-    [encode(prompt, *x) for x in zip(texts, ends, strict=True)]
-    for prompt, texts, ends in zip(prompts, completions, ended, strict=True)
-  ]
-  pairs = [pair for group in groups for pair in group]
+  pairs = list(map(encode, prompts, completions, ended))
   ids = stored.require_vocabularies().framing
   if not all(fits(stored, [rewards.size(pair, ids) for pair in pairs])):
     raise errors.UserError(
@@ -117,9 +113,9 @@ def score_texts(
   return rewards.score(
     loaded.model,
     loaded.params,
-    groups,
+    [[pair] for pair in pairs],
     mesh=loaded.where.mesh,
     rules=loaded.rules,
-    rows=loaded.rows(min(batch_size, len(groups))),
+    rows=loaded.rows(min(batch_size, len(pairs))),
     ids=ids,
-  )
+  )[:, 0]

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import dataclasses
 import functools
 import math
-import operator
 import os
 from typing import Any, NamedTuple
 
@@ -22,7 +21,7 @@ from encdec_adapt import config as config_lib
 from encdec_adapt.base import errors
 from encdec_adapt.generation import prompt_encoding, text_generation
 from encdec_adapt.inference import engine as engine_lib
-from encdec_adapt.inference import log_likelihoods
+from encdec_adapt.inference import log_likelihoods, row_batches
 from encdec_adapt.inference import pooling as pooling_lib
 from encdec_adapt.models import (
   build,
@@ -116,10 +115,10 @@ class LoadedModel:
     """
     chosen = _options(options, _GENERATION)
     encoder, encoded = self._encode(texts, chosen, chosen.max_tokens)
-    completions = dict(
-      text_generation.complete(self, dict(enumerate(encoded)), encoder, chosen)
+    completions = text_generation.complete(
+      self, dict(enumerate(encoded)), encoder, chosen
     )
-    return [completions[i].text for i in range(len(encoded))]
+    return [x.text for x in row_batches.in_order(completions)]
 
   def score(
     self, inputs: Sequence[str], targets: Sequence[str], **options: Any
@@ -146,10 +145,13 @@ class LoadedModel:
     longest = max(map(len, tokens), default=0)
     _, encoded = self._encode(inputs, chosen, longest)
     pairs = list(map(log_likelihoods.Pair, encoded, tokens))
-    scores = dict(
+    scores = row_batches.in_order(
       self.score_tokens(pairs, bos=writer.bos, batch_size=chosen.batch_size)
     )
-    return [Score(scores[i].log_prob, len(x)) for i, x in enumerate(tokens)]
+    return [
+      Score(score.log_prob, len(x))
+      for score, x in zip(scores, tokens, strict=True)
+    ]
 
   def embed(
     self, texts: Sequence[str], pooling: str | None = None, **options: Any
@@ -168,11 +170,7 @@ class LoadedModel:
     """
     chosen = _options(options, _READING)
     _, encoded = self._encode(texts, chosen, 0)
-    texts = dict(enumerate(encoded))
-    states = dict(
-      self.embed_tokens(texts, pooling=pooling, batch_size=chosen.batch_size)
-    )
-    return np.array([states[i] for i in range(len(encoded))])
+    return self._vectors(encoded, pooling, chosen.batch_size)
 
   def embedding_model(self) -> 'LoadedModel':
     """Returns an embedding model: this one, or its prompt-reading stack.
@@ -208,10 +206,15 @@ class LoadedModel:
       reader.ids.frame(reader.encode(prefix + x)[:room], stored.framing_side)
       for x in texts
     ]
-    pairs = self.embed_tokens(
-      dict(enumerate(tokens)), pooling=None, batch_size=rows
+    return self._vectors(tokens, None, rows)
+
+  def _vectors(
+    self, texts: Sequence[np.ndarray], pooling: str | None, rows: int
+  ) -> Float[np.ndarray, 'n E']:
+    vectors = self.embed_tokens(
+      dict(enumerate(texts)), pooling=pooling, batch_size=rows
     )
-    return np.array([x for _, x in sorted(pairs, key=operator.itemgetter(0))])
+    return np.array(row_batches.in_order(vectors))
 
   def _encode(
     self, texts: Sequence[str], options: text_generation.Options, generated: int

@@ -19,7 +19,12 @@ from jaxtyping import Array, Bool, Float, Int
 import numpy as np
 
 from encdec_adapt.base import errors
-from encdec_adapt.inference import decoding, quantization, sampling
+from encdec_adapt.inference import (
+  decoding,
+  quantization,
+  row_batches,
+  sampling,
+)
 from encdec_adapt.inference import engine as engine_lib
 from encdec_adapt.models import base_model, build
 from encdec_adapt.models import kv_cache as caches
@@ -111,27 +116,25 @@ def search(
   requests = [engine_lib.Request(ids, max_tokens) for ids in prompts]
   # Groups prompts of similar length: they are padded to the longest.
   order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
-  for start in range(0, len(order), at_once):
-    chosen = order[start : start + at_once]
+
+  def run(chosen: Sequence[int]) -> Beams:
     group = [requests[i] for i in chosen]
     arguments = engine.prefill_arguments(group, at_once)
-    state = engine.programs.run(decoding.prefill, *arguments)
-    best = jax.device_get(
-      engine.programs.run(
-        _search,
-        engine.params,
-        state,
-        np.array(engine.ids.eos, np.int32),
-        np.float32(length_penalty),
-        np.arange(at_once) < len(chosen),
-        beams=beams,
-        vocab_size=engine.vocab_size,
-      )
+    return engine.programs.run(
+      _search,
+      engine.params,
+      engine.programs.run(decoding.prefill, *arguments),
+      np.array(engine.ids.eos, np.int32),
+      np.float32(length_penalty),
+      np.arange(at_once) < len(chosen),
+      beams=beams,
+      vocab_size=engine.vocab_size,
     )
-    for row, i in enumerate(chosen):
-      count = best.lengths[row, 0]
-      tokens, log_probs = best.tokens[row, 0], best.log_probs[row, 0]
-      yield i, engine.complete(tokens[:count], log_probs[:count])
+
+  for i, best in row_batches.outputs(run, order, at_once):
+    count = best.lengths[0]
+    tokens, log_probs = best.tokens[0, :count], best.log_probs[0, :count]
+    yield i, engine.complete(tokens, log_probs)
 
 
 def _search(

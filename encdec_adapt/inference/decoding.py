@@ -275,8 +275,7 @@ def decode(
   eos: Int[Array, 'k'],
   wake: Int[Array, ''],
   steps: Int[Array, ''],
-  tempered: bool = False,
-  vocab_size: int | None = None,
+  **options: Any,
 ) -> State:
   """Generates tokens until enough rows are free.
 
@@ -287,9 +286,7 @@ def decode(
     eos: tokens that end a row.
     wake: number of free rows at which to return.
     steps: maximum tokens to generate per row.
-    tempered: whether to apply the temperature to the log-probabilities of
-      sampled rows.
-    vocab_size: vocabulary size, see `engine.SpecialIds`.
+    **options: options of `advance`.
   """
 
   def may_generate(carry: tuple[jax.Array, State]) -> jax.Array:
@@ -300,9 +297,7 @@ def decode(
     may_generate,
     lambda carry: (
       carry[0] + 1,
-      advance(
-        model, params, carry[1], eos, tempered=tempered, vocab_size=vocab_size
-      ),
+      advance(model, params, carry[1], eos, **options),
     ),
     (jnp.zeros((), jnp.int32), state),
   )
@@ -318,7 +313,17 @@ def advance(
   tempered: bool = False,
   vocab_size: int | None = None,
 ) -> State:
-  """Generates one token per row; arguments as in `decode`."""
+  """Generates one token per row.
+
+  Args:
+    model: a model from `build.unroll`.
+    params: its parameters from `prepare`.
+    state: the state.
+    eos: tokens that end a row.
+    tempered: whether to apply the temperature to the log-probabilities of
+      sampled rows.
+    vocab_size: vocabulary size, see `engine.SpecialIds`.
+  """
   rows = jnp.arange(len(state.last))
   # Inside the loop, so dequantized kernels are not kept in memory along with
   # the integers.

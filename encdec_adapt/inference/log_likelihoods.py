@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 import numpy as np
 
 from encdec_adapt.base import errors
-from encdec_adapt.inference import lengths
+from encdec_adapt.inference import lengths, row_batches
 from encdec_adapt.models import base_model, build
 from encdec_adapt.ops import attention_chunked, partition
 from encdec_adapt.sharding import rules as rules_lib
@@ -110,14 +110,13 @@ def score(
     # integers do not depend on the process.
     return -len(context), hash(tuple(context)), -len(continuation)
 
+  def run(chosen: Sequence[int]) -> tuple[jax.Array, jax.Array]:
+    batch = _frame(model, [pairs[i] for i in chosen], rows, shards, bos)
+    return _score(model, mesh, rules, params, batch)
+
   order = sorted(range(len(pairs)), key=sort_key)
-  for start in range(0, len(order), rows):
-    indices = order[start : start + rows]
-    batch = _frame(model, [pairs[i] for i in indices], rows, shards, bos)
-    scores = _score(model, mesh, rules, params, batch)
-    sums, greedy = jax.device_get(scores)
-    for row, i in enumerate(indices):
-      yield i, Scored(float(sums[row]), bool(greedy[row]))
+  for i, (total, greedy) in row_batches.outputs(run, order, rows):
+    yield i, Scored(float(total), bool(greedy))
 
 
 def _frame(

@@ -13,12 +13,10 @@ from jaxtyping import Array, Float, Int
 import numpy as np
 
 from encdec_adapt.base import errors
-from encdec_adapt.inference import lengths
+from encdec_adapt.inference import lengths, row_batches
 from encdec_adapt.models import base_model, build, embedding_head, heads
 from encdec_adapt.ops import partition
 from encdec_adapt.sharding import rules as rules_lib
-
-POOLINGS = heads.POOLINGS
 
 
 def embed(
@@ -39,7 +37,8 @@ def embed(
     texts: token ids of each text, BOS first.
     mesh: mesh of the parameters.
     rules: logical axis rules.
-    pooling: one of `POOLINGS`; None for the embedding model's, else 'mean'.
+    pooling: one of `heads.POOLINGS`; None for the embedding model's, or else
+      'mean'.
     rows: batch size.
 
   Yields:
@@ -57,21 +56,20 @@ def embed(
       f'pooling is {pooling!r}, and the embedding model pools by'
       f' {trained!r}; leave it out.'
     )
-  if pooling not in POOLINGS:
+  if pooling not in heads.POOLINGS:
     raise errors.UserError(
-      f'pooling is {pooling!r}; it must be {" or ".join(POOLINGS)}.'
+      f'pooling is {pooling!r}; it must be {" or ".join(heads.POOLINGS)}.'
     )
   model.architecture.require_encoder()
   # Sorted by length to reduce padding. The longest come first, so running out
   # of memory fails early.
   order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
-  for start in range(0, len(order), rows):
-    chosen = order[start : start + rows]
-    tokens, counts = lengths.pad([texts[i] for i in chosen], rows)
-    states = _pool(model, mesh, rules, pooling, params, tokens, counts)
-    states = jax.device_get(states)
-    # The last batch is padded with empty rows, which are dropped here.
-    yield from zip(chosen, states, strict=False)
+
+  def run(chosen: Sequence[int]) -> jax.Array:
+    batch = lengths.pad([texts[i] for i in chosen], rows)
+    return _pool(model, mesh, rules, pooling, params, *batch)
+
+  yield from row_batches.outputs(run, order, rows)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))

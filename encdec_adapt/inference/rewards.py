@@ -15,6 +15,7 @@ import numpy as np
 
 from encdec_adapt.base import errors
 from encdec_adapt.inference import lengths as lengths_lib
+from encdec_adapt.inference import row_batches
 from encdec_adapt.models import (
   architecture,
   base_model,
@@ -63,9 +64,9 @@ def score(
   # The length of a completion with BOS is rarely divisible by a sequence axis.
   rules = dataclasses.replace(rules, length=())
   teacher = 'teacher' in model.architecture.sides(True).values()
-  rewards = []
-  for start in range(0, len(groups), rows):
-    chunk = list(groups[start : start + rows])
+
+  def run(chosen: Sequence[int]) -> np.ndarray:
+    chunk = [groups[i] for i in chosen]
     sizes = zip(*(size(x, ids) for group in chunk for x in group), strict=True)
     shape = framing.Lengths(*(lengths_lib.bucket(max(n)) for n in sizes))
     # The last batch is padded with empty rows.
@@ -77,9 +78,11 @@ def score(
         for x in filled
       ]
     )
-    scores = jax.device_get(scorer(mesh)(model, mesh, rules, params, batch))
-    rewards.append(scores.reshape(rows, -1)[: len(chunk)])
-  return np.concatenate(rewards)
+    scores = scorer(mesh)(model, mesh, rules, params, batch)
+    return jax.device_get(scores).reshape(rows, -1)
+
+  results = row_batches.outputs(run, range(len(groups)), rows)
+  return np.array(row_batches.in_order(results))
 
 
 def require_reward_model(

@@ -120,16 +120,13 @@ def keep_top_k(logits: jax.Array, k: jax.Array | int) -> jax.Array:
     [..., V].
   """
   size = logits.shape[-1]
-  k = jnp.broadcast_to(jnp.asarray(k), logits.shape[:-1])
+  k = jnp.broadcast_to(jnp.asarray(k), logits.shape[:-1])[..., None]
 
-  def find_last(count: int) -> tuple[jax.Array, ...]:
-    values, ids = top_k(logits, count)
-    last = jnp.minimum(k, count)[..., None] - 1
-    last_token = (jnp.take_along_axis(x, last, axis=-1) for x in (values, ids))
-    return *last_token, jnp.all((k <= count) | (k >= size))
+  def find_last(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+    count = ids.shape[-1]
+    return jnp.minimum(k, count) - 1, (k <= count) | (k >= size)
 
-  filtered = _keep_until(logits, *_search(find_last, size))
-  return jnp.where(k[..., None] >= size, logits, filtered)
+  return jnp.where(k >= size, logits, _keep_until(logits, find_last))
 
 
 def keep_top_p(logits: jax.Array, p: jax.Array | float) -> jax.Array:
@@ -143,20 +140,16 @@ def keep_top_p(logits: jax.Array, p: jax.Array | float) -> jax.Array:
   Returns:
     [..., V], -inf outside the set.
   """
-  size = logits.shape[-1]
   p = jnp.broadcast_to(jnp.asarray(p), logits.shape[:-1])[..., None]
   probabilities = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
 
-  def find_last(count: int) -> tuple[jax.Array, ...]:
-    values, ids = top_k(logits, count)
+  def find_last(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
     reached = jnp.cumsum(jnp.take_along_axis(probabilities, ids, -1), axis=-1)
     # A token is kept if the likelier ones do not reach p.
     last = jnp.sum(reached[..., :-1] < p, axis=-1, keepdims=True)
-    last_token = (jnp.take_along_axis(x, last, axis=-1) for x in (values, ids))
-    return *last_token, jnp.all((reached[..., -1:] >= p) | (p >= 1))
+    return last, (reached[..., -1:] >= p) | (p >= 1)
 
-  filtered = _keep_until(logits, *_search(find_last, size))
-  return jnp.where(p >= 1, logits, filtered)
+  return jnp.where(p >= 1, logits, _keep_until(logits, find_last))
 
 
 def keep_min_p(logits: jax.Array, p: jax.Array | float) -> jax.Array:
@@ -277,33 +270,30 @@ def top_k(logits: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
   return tuple(jax.lax.optimization_barrier(jax.lax.top_k(logits, k)))
 
 
-def _search(
-  find_last: Callable[[int], tuple[jax.Array, ...]], size: int
-) -> list[jax.Array]:
-  """Returns logit and id of the last token of a filtered set, [..., 1] each.
-
-  Args:
-    find_last: finds both among the given number of likeliest tokens, and
-      whether that number is large enough.
-    size: vocabulary size.
-  """
-  *last, is_enough = find_last(min(size, _CANDIDATES))
-  if size > _CANDIDATES:
-    last = jax.lax.cond(
-      is_enough, lambda: last, lambda: list(find_last(size)[:2])
-    )
-  return last
-
-
 def _keep_until(
-  logits: jax.Array, value: jax.Array, token: jax.Array
+  logits: jax.Array,
+  find_last: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
 ) -> jax.Array:
-  """Masks logits below the last token of the set with -inf.
+  """Masks logits below the last token of a set of likeliest tokens with -inf.
 
   Args:
     logits: [..., V].
-    value: logit of the last token, [..., 1].
-    token: id of the last token, [..., 1]; equal logits are kept up to this id.
+    find_last: maps the ids of the likeliest tokens [..., k] to the index of the
+      last token of the set among them, and to whether k is large enough, both
+      [..., 1].
   """
-  ties = (logits == value) & (jnp.arange(logits.shape[-1]) <= token)
+  size = logits.shape[-1]
+
+  def search(count: int) -> tuple[jax.Array, ...]:
+    values, ids = top_k(logits, count)
+    last, is_enough = find_last(ids)
+    last_token = (jnp.take_along_axis(x, last, axis=-1) for x in (values, ids))
+    return *last_token, jnp.all(is_enough)
+
+  *last, is_enough = search(min(size, _CANDIDATES))
+  if size > _CANDIDATES:
+    last = jax.lax.cond(is_enough, lambda: last, lambda: list(search(size)[:2]))
+  value, token = last
+  # Equal logits are kept up to the id of the last token.
+  ties = (logits == value) & (jnp.arange(size) <= token)
   return jnp.where((logits > value) | ties, logits, -jnp.inf)

@@ -99,12 +99,12 @@ def test_a_reward_model_trains_scores_and_chooses(tmp_path):
   again = answer_encoding.score_texts(
     encdec_adapt.load(exported),
     [line['prompt'] for line in best],
-    [[line['continuation']] for line in best],
-    [[line['ended'] != 'length'] for line in best],
+    [line['continuation'] for line in best],
+    [line['ended'] != 'length' for line in best],
     batch_size=2,
   )
   # The run computes in bfloat16 where processors multiply in it.
-  np.testing.assert_allclose(again[:, 0], rewards, rtol=0.02)
+  np.testing.assert_allclose(again, rewards, rtol=0.02)
   # A policy learns by it, and scores as the run itself does.
   policy = tmp_path / 'policy'
   done = tiny.run(
@@ -133,11 +133,11 @@ def test_a_reward_model_trains_scores_and_chooses(tmp_path):
   again = answer_encoding.score_texts(
     encdec_adapt.load(run),
     [line['prompt'] for line in lines],
-    [[line['completion']] for line in lines],
-    [[line['ended']] for line in lines],
+    [line['completion'] for line in lines],
+    [line['ended'] for line in lines],
     batch_size=2,
   )
   rewards = [line['rewards']['run'] for line in lines]
   assert [2 * x for x in rewards] == [line['reward'] for line in lines]
   # Close only: texts that are encoded again may have other tokens.
-  assert np.corrcoef(again[:, 0], rewards)[0, 1] > 0.98
+  assert np.corrcoef(again, rewards)[0, 1] > 0.98

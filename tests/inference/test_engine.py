@@ -98,6 +98,13 @@ def _log_probs(*arguments):
   return np.asarray(jax.nn.log_softmax(_logits(*arguments)))
 
 
+def _check_log_probs(found, want):
+  """Compares log-probabilities of tokens with those of all tokens, [n, V]."""
+  want = np.take_along_axis(want, found.tokens[:, None], axis=1)[:, 0]
+  # Programs that are not optimised round a little more.
+  np.testing.assert_allclose(found.log_probs, want, atol=5e-5)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize('config', [sampling.SamplingConfig(), SAMPLED])
 @pytest.mark.parametrize('kind', CONFIGS)
@@ -110,9 +117,7 @@ def test_tokens_have_the_uncached_log_probs(kind, config):
     want = _log_probs(kind, prompt, got.tokens)
     if config.temperature == 0:
       np.testing.assert_array_equal(got.tokens, want.argmax(axis=1))
-    want = np.take_along_axis(want, got.tokens[:, None], axis=1)[:, 0]
-    # Programs that are not optimised round a little more.
-    np.testing.assert_allclose(got.log_probs, want, atol=5e-5)
+    _check_log_probs(got, want)
   # The rows differ, or the prompts would not have been read.
   assert len({tuple(got.tokens[:2]) for got in found}) > 1
 
@@ -143,8 +148,7 @@ def test_rows_beyond_the_vocabulary_are_not_generated():
     want = _log_probs(kind, prompt, got.tokens)
     if got is greedy:
       np.testing.assert_array_equal(got.tokens, want[:, :size].argmax(axis=1))
-    want = np.take_along_axis(want, got.tokens[:, None], axis=1)[:, 0]
-    np.testing.assert_allclose(got.log_probs, want, atol=5e-5)
+    _check_log_probs(got, want)
 
 
 def _pair(**changes):
@@ -197,8 +201,7 @@ def test_merged_kernels_give_the_uncached_log_probs(case, monkeypatch):
   logits = _logits(case, PROMPTS[0], found.tokens, loaded)
   want = np.asarray(jax.nn.log_softmax(logits))
   np.testing.assert_array_equal(found.tokens, want.argmax(axis=1))
-  want = np.take_along_axis(want, found.tokens[:, None], axis=1)[:, 0]
-  np.testing.assert_allclose(found.log_probs, want, atol=5e-5)
+  _check_log_probs(found, want)
   # A device has the parts of a product of its heads and features.
   arguments = made._decode_arguments(made._state, engine_lib.UNLIMITED)
   program = made.programs.get(decoding.decode, *arguments, vocab_size=23)
@@ -351,11 +354,7 @@ def test_a_repetition_penalty_counts_what_the_decoder_read():
         row[seen] = np.where(row[seen] > 0, row[seen] / 1.8, row[seen] * 1.8)
         assert token == row.argmax()
         read.add(int(token))
-      np.testing.assert_allclose(
-        got.log_probs,
-        np.take_along_axis(log_probs, got.tokens[:, None], axis=1)[:, 0],
-        atol=5e-5,
-      )
+      _check_log_probs(got, log_probs)
       changed += (got.tokens[:3] != plain[i].tokens[:3]).any()
     assert changed
 

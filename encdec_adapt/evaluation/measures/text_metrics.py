@@ -32,7 +32,7 @@ import re
 import string
 import types
 
-from encdec_adapt.base import errors, packages
+from encdec_adapt.base import errors
 from encdec_adapt.evaluation.results import results_store
 
 _ARTICLES = re.compile(r'\b(a|an|the)\b')
@@ -49,11 +49,6 @@ _LETTER, _SCRIPTS = r'[\p{L}\p{M}\p{N}]', ''.join(_UNSPACED)
 _WORD = rf'(?V1)[[{_SCRIPTS}]&&{_LETTER}]\p{{M}}*|[{_LETTER}--[{_SCRIPTS}]]+'
 _KANA = 0.1  # Minimum kana per Han character in Japanese text.
 _FOREIGN = 0.01  # Maximum share of non-ASCII words in English text.
-
-
-def require_packages() -> None:
-  """Raises a `UserError` if the extra `eval` is not installed."""
-  packages.require('a metric of texts', 'eval', 'rouge_score', 'sacrebleu')
 
 
 def choose(

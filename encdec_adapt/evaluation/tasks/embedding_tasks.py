@@ -20,7 +20,7 @@ retrieve the document with its own id, which is the query itself (ArguAna), so
 other ids must differ. From `evaluation`, this module imports only `results`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import dataclasses
 from typing import Any
 
@@ -78,8 +78,8 @@ class EmbeddingEvaluation:
 
   def scores(
     self, model: model_in_memory.LoadedModel, rows: int, report: progress.Report
-  ) -> list[results_store.Score]:
-    """Embeds the texts and computes metrics of the vectors.
+  ) -> Iterator[results_store.Score]:
+    """Embeds the texts and yields metrics of the vectors.
 
     Args:
       model: the model.
@@ -90,21 +90,18 @@ class EmbeddingEvaluation:
     for role, texts in self.texts.items():
       report(len(vectors), len(self.texts))
       vectors[role] = embedder.embed_texts(texts, role, rows)
-    stack, scores = embedder.config.decoder, []
+    stack = embedder.config.decoder
     for i, size in enumerate(stack.head.sizes(stack.width)):
       parts = [x[:, :size] for x in vectors.values()]
       parts = [x / np.linalg.norm(x, axis=1, keepdims=True) for x in parts]
       for metric, value in self.measure(*parts).items():
         metric += f'/{size}' if i else ''
         if isinstance(value, list):
-          score = results_store.mean_score(
-            self.name, metric, value, self.groups
-          )
-          scores.append(score)
-          continue
-        value, n = value
-        scores.append(results_store.Score(self.name, metric, value, None, n))
-    return scores
+          values = value, self.groups
+          yield results_store.mean_score(self.name, metric, *values)
+        else:
+          mean, n = value
+          yield results_store.Score(self.name, metric, mean, None, n)
 
 
 def read(spec: str) -> EmbeddingEvaluation:
@@ -120,7 +117,8 @@ def read(spec: str) -> EmbeddingEvaluation:
   if len(names) not in (2, 3):
     raise fields.error('must be TEXT,TEXT,SCORE or TEXT,LABEL.')
   kinds = [str] * (len(names) - 1) + [_NUMBER if len(names) == 3 else _LABEL]
-  first, *second, values = _columns(file.text, names, kinds)
+  rows = prompted_task.read_rows(file.text)
+  first, *second, values = _columns(rows, names, kinds)
   task, content = paths.at(file.text).stem, (first, second, values)
   if second:
     scores = np.array(values, float)
@@ -134,9 +132,10 @@ def read(spec: str) -> EmbeddingEvaluation:
 
 
 def _columns(
-  path: str, names: Sequence[str], kinds: Sequence[Any]
+  rows: Sequence[tuple[str, dict[str, Any]]],
+  names: Sequence[str],
+  kinds: Sequence[Any],
 ) -> list[list[Any]]:
-  rows = prompted_task.read_rows(path)
   for line, row in rows:
     for name, kind in zip(names, kinds, strict=True):
       if not isinstance(row.get(name), kind):
@@ -154,16 +153,13 @@ def _read_search(folder: str) -> EmbeddingEvaluation:
       relevant document, or judges the document with the query's id.
   """
   names, kinds = ['_id', 'text'], [str, str]
-  corpus = paths.join(folder, 'corpus.jsonl')
-  ids, queries = _columns(paths.join(folder, 'queries.jsonl'), names, kinds)
-  documents, texts = _columns(corpus, names, kinds)
-  titles = [row.get('title') for _, row in prompted_task.read_rows(corpus)]
+  rows = prompted_task.read_rows(paths.join(folder, 'queries.jsonl'))
+  ids, queries = _columns(rows, names, kinds)
+  groups = [row.get(task_groups.GROUP) for _, row in rows]
+  rows = prompted_task.read_rows(paths.join(folder, 'corpus.jsonl'))
+  documents, texts = _columns(rows, names, kinds)
+  titles = [row.get('title') for _, row in rows]
   texts = [f'{a} {b}' if a else b for a, b in zip(titles, texts, strict=True)]
-  path_of_queries = paths.join(folder, 'queries.jsonl')
-  groups = [
-    row.get(task_groups.GROUP)
-    for _, row in prompted_task.read_rows(path_of_queries)
-  ]
   query_numbers = {name: i for i, name in enumerate(ids)}
   numbers = {name: i for i, name in enumerate(documents)}
   path, relevant = paths.at(folder) / 'qrels' / 'test.tsv', {}

@@ -31,7 +31,12 @@ import numpy as np
 from encdec_adapt.base import errors
 from encdec_adapt.cluster import distributed
 from encdec_adapt.generation import model_in_memory
-from encdec_adapt.inference import engine, log_likelihoods, sampling
+from encdec_adapt.inference import (
+  engine,
+  log_likelihoods,
+  row_batches,
+  sampling,
+)
 from encdec_adapt.stored import pretrained_files
 from encdec_adapt.telemetry import progress
 
@@ -235,12 +240,9 @@ class Adapter(lm_eval_model.TemplateLM):
     if kind == 'stop':
       return None
     run = self._run_score if kind == 'score' else self._run_generate
-    results: list[Any] = [None] * len(work)
-    # Results arrive in batch order, not request order.
-    for count, (i, result) in enumerate(run(work), 1):
-      results[i] = result
-      self._report(count, len(work))
-    return results
+    return row_batches.in_order(
+      run(work), lambda count: self._report(count, len(work))
+    )
 
   def _run_score(self, work: Sequence[Any]) -> Any:
     return self._loaded.score_tokens(

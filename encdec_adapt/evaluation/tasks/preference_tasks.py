@@ -13,7 +13,7 @@ import json
 from typing import Any
 
 from encdec_adapt import config as config_lib
-from encdec_adapt.base import errors, option_strings
+from encdec_adapt.base import errors
 from encdec_adapt.cluster import distributed
 from encdec_adapt.data.sources import preference_source
 from encdec_adapt.evaluation.measures import perplexity, preference_scores
@@ -23,7 +23,6 @@ from encdec_adapt.files import paths
 from encdec_adapt.generation import answer_encoding, model_in_memory
 from encdec_adapt.inference import lengths, rewards
 from encdec_adapt.objectives import example_maker, framing, preferences
-from encdec_adapt.sharding import placement as placement_lib
 from encdec_adapt.stored import model_on_disk
 from encdec_adapt.telemetry import progress
 from encdec_adapt.training import setup
@@ -103,8 +102,7 @@ class PreferenceEvaluation:
     frozen, _ = job_models.read_frozen(references)
 
     def batches() -> Iterator[framing.Batch]:
-      where = model.where
-      local = placement_lib.row_shards(where.mesh, where.rules).rows(rows)
+      local = setup.local_rows(rows, model.where)
       teacher = setup.reads_teacher_row(row, *shapes)
       for start in range(0, len(examples), rows):
         report(start, len(examples))
@@ -220,11 +218,9 @@ class RewardEvaluation:
   ) -> list[predictions.Result]:
     """Returns the mean `reward`, and the reward of each completion."""
     report(0, len(self.rows))
-    prompts, completions, ended = zip(*self.rows, strict=True)
-    groups = zip(completions), zip(ended)  # A completion for each prompt.
     values = answer_encoding.score_texts(
-      model, prompts, *map(list, groups), batch_size=rows
-    )[:, 0].tolist()
+      model, *zip(*self.rows, strict=True), batch_size=rows
+    ).tolist()
     return [results_store.mean_score(self.name, 'reward', values)] + [
       _prediction(self.name, prompt, [], completion, {'reward': value})
       for (prompt, completion, _), value in zip(self.rows, values, strict=True)
@@ -242,14 +238,10 @@ def read_completions(spec: str, limit: int | None = None) -> RewardEvaluation:
     UserError: the file cannot be read, or a line lacks a field or has a
       completion without tokens; names the line.
   """
-  file, fields = option_strings.Part('--rewards', spec).partition('#')
-  names = fields.text.split(',') if fields else ['prompt', 'completion']
-  if len(names) != 2:
-    raise fields.error(
-      'must be two fields, as in FILE.jsonl#PROMPT,COMPLETION.'
-    )
+  form = 'prompt,completion'
+  path, names = prompted_task.file_fields('--rewards', spec, form)
   rows = []
-  for line, row in prompted_task.read_rows(file.text)[:limit]:
+  for line, row in prompted_task.read_rows(path)[:limit]:
     prompt, completion = map(row.get, names)
     ended = row.get('ended') != 'length'
     # An empty completion is scored at its end token; truncated, it has none.
@@ -261,4 +253,4 @@ def read_completions(spec: str, limit: int | None = None) -> RewardEvaluation:
         f' {sorted(row)}.'
       )
     rows.append((prompt, completion, ended))
-  return RewardEvaluation(paths.at(file.text).stem, rows)
+  return RewardEvaluation(paths.at(path).stem, rows)

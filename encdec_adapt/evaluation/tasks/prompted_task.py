@@ -29,7 +29,7 @@ import jinja2
 from jinja2 import nativetypes
 import numpy as np
 
-from encdec_adapt.base import errors
+from encdec_adapt.base import errors, option_strings
 from encdec_adapt.data.sources import prompt_source
 from encdec_adapt.evaluation.results import results_store
 from encdec_adapt.files import paths, text_lines
@@ -162,6 +162,26 @@ def _render(
   if not pair or pair[1] not in choices or len(choices) < 2:
     return None
   return Question(pair[0], choices, choices.index(pair[1]))
+
+
+def file_fields(flag: str, spec: str, default: str) -> tuple[str, list[str]]:
+  """Parses FILE.jsonl[#FIELD,FIELD].
+
+  Args:
+    flag: the flag, for messages.
+    spec: its value.
+    default: the fields without #.
+
+  Raises:
+    UserError: there are not two fields.
+  """
+  file, fields = option_strings.Part(flag, spec).partition('#')
+  parts = fields.divide(',') if fields else []
+  names = [part.text for part in parts] or default.split(',')
+  if len(names) != 2:
+    form = f'FILE.jsonl#{default.upper()}'
+    raise fields.error(f'must be two fields, as in {form}.')
+  return file.text, names
 
 
 def read_rows(path: str) -> list[tuple[str, dict[str, Any]]]:

@@ -19,7 +19,7 @@ from encdec_adapt.evaluation.results import predictions, results_store
 from encdec_adapt.evaluation.tasks import retrieval_tasks
 from encdec_adapt.generation import model_in_memory, prompt_encoding
 from encdec_adapt.inference import engine as engine_lib
-from encdec_adapt.inference import log_likelihoods
+from encdec_adapt.inference import log_likelihoods, row_batches
 from encdec_adapt.stored import model_on_disk, pretrained_files
 from encdec_adapt.telemetry import progress
 
@@ -94,24 +94,22 @@ class RetrievalEvaluation:
       for example, prompt in zip(examples, prompts, strict=True)
       for choice in example.choices
     ]
-    total = len(prompts) + len(pairs)
-    answers = [''] * len(prompts)
+    count, total = len(prompts), len(prompts) + len(pairs)
     requests = [
       engine_lib.Request(np.array(prompt, np.int32), _ANSWER_TOKENS)
       for prompt in prompts
     ]
     completions = model.engine(rows=rows).run(requests)
-    for count, (i, completion) in enumerate(completions, 1):
-      answers[i] = completion.text
-      report(count, total)
-    log_probs = [0.0] * len(pairs)
-    scored = model.score_tokens(pairs, batch_size=rows, bos=writer.bos)
-    for count, (i, result) in enumerate(scored, len(prompts) + 1):
-      log_probs[i] = result.log_prob
-      report(count, total)
+    answers = row_batches.in_order(completions, lambda n: report(n, total))
+    scored = row_batches.in_order(
+      model.score_tokens(pairs, batch_size=rows, bos=writer.bos),
+      lambda n: report(count + n, total),
+    )
     reader = model.stored.require_vocabularies().sides[model.stored.prompt_side]
     texts = [reader.decode(example.context) for example in examples]
-    return _scores(examples, texts, answers, log_probs)
+    return _scores(
+      examples, texts, [x.text for x in answers], [x.log_prob for x in scored]
+    )
 
   def _prompts(
     self, stored: model_on_disk.StoredModel

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 import dataclasses
 from typing import Any
 
-from encdec_adapt.base import errors, option_strings
+from encdec_adapt.base import errors, packages
 from encdec_adapt.evaluation.measures import text_metrics
 from encdec_adapt.evaluation.results import predictions, results_store
 from encdec_adapt.evaluation.tasks import prompted_task
 from encdec_adapt.files import paths
 from encdec_adapt.generation import model_in_memory, text_generation
+from encdec_adapt.inference import row_batches
 from encdec_adapt.stored import model_on_disk, pretrained_files
 from encdec_adapt.telemetry import progress
 
@@ -74,10 +75,10 @@ class Pairs:
     completions = text_generation.complete(
       model, dict(enumerate(encoded)), encoder, options
     )
-    answers = [''] * len(prompts)
-    for count, (i, completion) in enumerate(completions, 1):
-      answers[i] = completion.text.strip()
-      report(count, len(prompts))
+    ordered = row_batches.in_order(
+      completions, lambda count: report(count, len(prompts))
+    )
+    answers = [completion.text.strip() for completion in ordered]
     # References as in the file: models are compared on the same references,
     # even if their vocabularies lose text.
     scores = text_metrics.score(
@@ -110,13 +111,8 @@ def read(
       exist.
   """
   # Fail before hours of generation without a scorer.
-  text_metrics.require_packages()
-  file, fields = option_strings.Part('--pairs', spec).partition('#')
-  path, names = file.text, ['input', 'target']
-  if fields:
-    names = [field.text for field in fields.divide(',')]
-  if len(names) != 2:
-    raise fields.error('must be two fields, as in FILE.jsonl#INPUT,TARGET.')
+  packages.require('a metric of texts', 'eval', 'rouge_score', 'sacrebleu')
+  path, names = prompted_task.file_fields('--pairs', spec, 'input,target')
   inputs, targets = [], []
   for line, row in prompted_task.read_rows(path)[:limit]:
     source, target = (row.get(name) for name in names)
