@@ -1,16 +1,12 @@
 """Held-out metrics of pairwise losses over the two answers of a row."""
 
-from collections.abc import Mapping
 import dataclasses
-import functools
 from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 
-from encdec_adapt.models import build
-from encdec_adapt.training.losses import comparison, loss
+from encdec_adapt.training.losses import comparison
 from encdec_adapt.training.metrics import held_out_metrics
 
 
@@ -21,9 +17,6 @@ class Comparisons(held_out_metrics.HeldOut):
   `accuracy` is the fraction of margins above 0 (0 counts half), `brier` the
   mean of (1 - sigmoid(margin))^2, and `length_difference` the number of tokens
   of the chosen minus the rejected answer. `loss` excludes the cross-entropy.
-
-  Attributes:
-    loss: the loss, for its scores.
   """
 
   names: ClassVar[tuple[str, ...]] = (
@@ -45,19 +38,7 @@ class Comparisons(held_out_metrics.HeldOut):
     """The references of the loss, for its scores."""
     return self.loss.references
 
-  def ratios(
-    self,
-    model: build.Model,
-    params: loss.Params,
-    batch: loss.Batch,
-    frozen: Mapping[str, loss.Frozen],
-  ) -> Float[Array, 'm 2 P']:
-    """Computes the metrics row by row; see `HeldOut.ratios`."""
-    outputs = self.loss.predict(model, params, batch)
-    readers = {
-      name: functools.partial(self.loss.predict, *x)
-      for name, x in frozen.items()
-    }
+  def by_row(self, outputs, readers, batch):
     scores, values = self.loss.compare(outputs, readers, batch)
     margins = scores[:, 0] - scores[:, 1]
     lengths = jnp.sum(batch['weights'], axis=-1)  # [P, 2]
@@ -69,14 +50,13 @@ class Comparisons(held_out_metrics.HeldOut):
     }
     # Most metrics are means over examples.
     count = comparison.exist(batch).astype(jnp.float32)
-    ratios = [
-      [
+    return [
+      (
         jnp.where(count > 0, values[name], 0.0),
         lengths[:, 0] if name == 'cross_entropy' else count,
-      ]
+      )
       for name in self.names
     ]
-    return jnp.stack([jnp.stack(ratio) for ratio in ratios])
 
 
 @dataclasses.dataclass(frozen=True)

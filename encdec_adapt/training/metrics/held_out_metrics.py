@@ -1,13 +1,15 @@
 """Base class of held-out metrics."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 import dataclasses
+import functools
 from typing import ClassVar
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from encdec_adapt.models import build
-from encdec_adapt.training.losses import loss
+from encdec_adapt.training.losses import loss as loss_lib
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +24,7 @@ class HeldOut:
     highest: whether higher values are better.
     unit: its unit in printed lines.
     references: names of frozen models of the metrics.
+    loss: the loss, for its predictions and options.
   """
 
   names: ClassVar[tuple[str, ...]]
@@ -31,12 +34,14 @@ class HeldOut:
   unit: ClassVar[str]
   references: ClassVar[tuple[str, ...]] = ()
 
+  loss: loss_lib.Loss
+
   def ratios(
     self,
     model: build.Model,
-    params: loss.Params,
-    batch: loss.Batch,
-    frozen: Mapping[str, loss.Frozen],
+    params: loss_lib.Params,
+    batch: loss_lib.Batch,
+    frozen: Mapping[str, loss_lib.Frozen],
   ) -> Float[Array, 'm 2 n']:
     """Computes the metrics as ratios of sums, row by row.
 
@@ -50,6 +55,27 @@ class HeldOut:
     Returns:
       Numerator and denominator of every metric. Rows with a first denominator
       of 0 do not count.
+    """
+    readers = {
+      name: functools.partial(self.loss.predict, *x)
+      for name, x in frozen.items()
+    }
+    outputs = self.loss.predict(model, params, batch)
+    ratios = self.by_row(outputs, readers, batch)
+    return jnp.stack([jnp.stack(ratio) for ratio in ratios])
+
+  def by_row(
+    self,
+    outputs: loss_lib.Outputs,
+    readers: loss_lib.Readers,
+    batch: loss_lib.Batch,
+  ) -> Iterable[tuple[Float[Array, ' n'], Float[Array, ' n']]]:
+    """Returns numerator and denominator of every metric; see `ratios`.
+
+    Args:
+      outputs: outputs of the model.
+      readers: function of each reference from a batch to its outputs.
+      batch: fields of `objectives.framing`.
     """
     raise NotImplementedError
 

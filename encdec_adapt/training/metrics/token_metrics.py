@@ -1,17 +1,15 @@
 """Held-out metrics over target tokens: cross-entropy, accuracy, exact rows."""
 
-from collections.abc import Mapping
 import dataclasses
 import functools
 from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 
-from encdec_adapt.models import build
 from encdec_adapt.ops import vocabulary_loss
-from encdec_adapt.training.losses import loss
+from encdec_adapt.training.losses import cross_entropy
+from encdec_adapt.training.losses import loss as loss_lib
 from encdec_adapt.training.metrics import held_out_metrics
 
 
@@ -21,35 +19,22 @@ class TargetTokens(held_out_metrics.HeldOut):
 
   `accuracy` is the weighted fraction of targets with the largest logit;
   `exact_match` is whether greedy decoding gives all targets of a row.
-
-  Attributes:
-    chunk: tokens per chunk of logits on a device.
   """
 
   names: ClassVar[tuple[str, ...]] = ('loss', 'accuracy', 'exact_match')
   curves: ClassVar[tuple[str, ...]] = ('loss', 'accuracy')
   unit: ClassVar[str] = 'per target token'
 
-  chunk: int = 1024
+  loss: loss_lib.Loss = cross_entropy.CrossEntropy()
 
-  def ratios(
-    self,
-    model: build.Model,
-    params: loss.Params,
-    batch: loss.Batch,
-    frozen: Mapping[str, loss.Frozen],
-  ) -> Float[Array, 'm 2 n']:
-    """Computes the metrics row by row; see `HeldOut.ratios`."""
-    del frozen
-    hidden = model.architecture.predict(model, params, batch)
-    decoder = model.config.decoder
+  def by_row(self, outputs, readers, batch):
     nats, correct = vocabulary_loss.per_token(
-      hidden,
-      model.head(params),
+      outputs.hidden,
+      outputs.table,
       batch['targets'],
-      vocab_size=decoder.outputs,
-      softcap=decoder.final_softcap,
-      chunk=self.chunk,
+      vocab_size=outputs.config.outputs,
+      softcap=outputs.config.final_softcap,
+      chunk=self.loss.chunk,
     )
     weights = batch['weights']  # [B, T]
     # jnp.where: padding may have infinite cross-entropy, and 0 * inf is NaN.
@@ -66,8 +51,7 @@ class TargetTokens(held_out_metrics.HeldOut):
       terms = jax.vmap(jax.vmap(sums), (0, None))(terms, numbers)
     nats, weight, correct, wrong = terms.reshape(4, -1)
     exact = (wrong == 0).astype(jnp.float32)
-    ratios = [nats, weight, correct, weight, exact, jnp.ones_like(exact)]
-    return jnp.stack(ratios).reshape(3, 2, -1)
+    return (nats, weight), (correct, weight), (exact, jnp.ones_like(exact))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,5 +20,5 @@ class Classification(recipe.Recipe):
       labels = len(objective.options['labels'])
       model = model_config.with_head(model, heads.Labels(labels))
     loss = sections.make_loss()
-    metrics = token_metrics.TargetTokens(loss.chunk)
+    metrics = token_metrics.TargetTokens(loss)
     return cls(loss, metrics, model, recipe.rows_of(sections))

@@ -73,7 +73,7 @@ class Distillation(recipe.Recipe):
     frozen = {} if stored else {loss_lib.TEACHER: _teacher(sections, loss)}
     return cls(
       loss,
-      token_metrics.TargetTokens(loss.chunk),
+      token_metrics.TargetTokens(loss),
       sections.model,
       rows,
       frozen,

@@ -26,7 +26,7 @@ class LanguageModelling(recipe.Recipe):
       return classifier_recipe.Classification.of(sections)
     loss = sections.make_loss()
     check_targets(sections, loss)
-    metrics = token_metrics.TargetTokens(loss.chunk)
+    metrics = token_metrics.TargetTokens(loss)
     rows = recipe.rows_of(sections, **on_inputs(sections, loss))
     return cls(loss, metrics, sections.model, rows)
 

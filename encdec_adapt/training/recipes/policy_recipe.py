@@ -80,7 +80,7 @@ class Policies(recipe.Recipe):
     objective, lengths = sections.objectives[0], data.train.lengths
     return cls(
       loss,
-      token_metrics.Completions(loss.chunk),
+      token_metrics.Completions(loss),
       sections.model,
       CompletionRows(
         objective.rows,

@@ -15,12 +15,13 @@ from encdec_adapt.objectives import framing
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules as rules_lib
 from encdec_adapt.training import state as state_lib
+from encdec_adapt.training.losses import cross_entropy
 from encdec_adapt.training.metrics import token_metrics
 from tests import gemma_ids, toy_models
 
 STACK = toy_models.stack(layers=1, vocab_size=19, vocab_multiple=8)
 CONFIGS = toy_models.pair_and_decoder(STACK)
-METRICS = token_metrics.TargetTokens(8)
+METRICS = token_metrics.TargetTokens(cross_entropy.CrossEntropy(chunk=8))
 LENGTHS = framing.Lengths(encoder=8, decoder=6)
 
 
