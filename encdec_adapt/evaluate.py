@@ -12,7 +12,7 @@ the models, and their cost, and writes OUTPUT/report.html.
 compared over runs and examples. See `evaluation/README.md`.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import itertools
@@ -190,7 +190,12 @@ def run(values: flags.FlagValues) -> dict[str, list[results_store.Score]]:
       prefix=values.prefix if values.run_prefix else '',
     )
   with command.processes(values):
-    evaluations = _evaluations(values, plan)
+    evaluations = list(_evaluations(values, plan))
+    if not evaluations:
+      raise errors.UserError(
+        'nothing to evaluate: give --records, --tasks, --task_folder, --pairs,'
+        ' --preferences, --rewards, --embeddings or --retrieval.'
+      )
     # Open all models first, to refuse bad input before hours of work.
     models = {path: model_on_disk.open_model(path) for path in folders}
     for stored in models.values():
@@ -271,55 +276,40 @@ def _check_flags(values: flags.FlagValues) -> list[list[str]]:
 
 def _evaluations(
   values: flags.FlagValues, plan: task_groups.Plan
-) -> list[Evaluation]:
-  evaluations: list[Evaluation] = []
+) -> Iterator[Evaluation]:
   if values.attention:
     command.require(values, 'records')
   if values.records:
     record_set = record_sets.RecordSet.open(values.records)
-    evaluations.append(held_out.HeldOutEvaluation(record_set))
+    yield held_out.HeldOutEvaluation(record_set)
     if values.attention:
-      evaluations.append(
-        attention_analysis.AttentionEvaluation(record_set, values.attention)
-      )
+      yield attention_analysis.AttentionEvaluation(record_set, values.attention)
   if plan.absent and distributed.is_lead():
     print(f'not evaluated, as they are not there: {", ".join(plan.absent)}')
-  evaluations += plan.tasks
+  yield from plan.tasks
   if values.pairs:
-    evaluations.append(
-      text_pairs.read(
-        values.pairs,
-        values.limit,
-        values.tokenizers,
-        **{name: values[name].value for name in text_pairs.OPTIONS},
-      )
+    yield text_pairs.read(
+      values.pairs,
+      values.limit,
+      values.tokenizers,
+      **{name: values[name].value for name in text_pairs.OPTIONS},
     )
   if values.preferences:
-    evaluations.append(
-      preference_tasks.read_preferences(values.preferences, values.limit)
-    )
+    yield preference_tasks.read_preferences(values.preferences, values.limit)
   if values.rewards:
-    evaluations.append(
-      preference_tasks.read_completions(values.rewards, values.limit)
-    )
-  evaluations += map(embedding_tasks.read, values.embeddings)
+    yield preference_tasks.read_completions(values.rewards, values.limit)
+  yield from map(embedding_tasks.read, values.embeddings)
   if values.retrieval:
     retrieval = retrieval_tasks.read(
       values.retrieval, values.retrieval_lengths, values.limit
     )
     prefix = values.prefix if values.run_prefix else ''
-    evaluations.append(retrieval_scores.RetrievalEvaluation(retrieval, prefix))
+    yield retrieval_scores.RetrievalEvaluation(retrieval, prefix)
   if values.cost:
     lengths = _lengths(values.cost)
-    evaluations.append(
-      inference_cost.CostEvaluation(*lengths, values.batch_size, values.int8)
+    yield inference_cost.CostEvaluation(
+      *lengths, values.batch_size, values.int8
     )
-  if not evaluations:
-    raise errors.UserError(
-      'nothing to evaluate: give --records, --tasks, --task_folder, --pairs,'
-      ' --preferences, --rewards, --embeddings or --retrieval.'
-    )
-  return evaluations
 
 
 def _lengths(value: str) -> tuple[int, int]:

@@ -8,7 +8,7 @@ read unchanged, with a share of their inputs masked as in MEAP
 `evaluation`, this module imports only `results`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import dataclasses
 import functools
 from typing import Any
@@ -22,6 +22,7 @@ from encdec_adapt.base import errors
 from encdec_adapt.evaluation.measures import (
   attention_scores,
   held_out,
+  perplexity,
 )
 from encdec_adapt.evaluation.results import comparisons, results_store
 from encdec_adapt.generation import model_in_memory
@@ -32,9 +33,7 @@ from encdec_adapt.ops import partition
 from encdec_adapt.sharding import placement as placement_lib
 from encdec_adapt.stored import model_on_disk
 from encdec_adapt.telemetry import progress
-from encdec_adapt.training import setup
 from encdec_adapt.training import state as state_lib
-from encdec_adapt.training import step as step_lib
 from encdec_adapt.training.metrics import token_metrics
 
 TASK = 'attention'
@@ -127,8 +126,9 @@ def annotate(
     np.asarray(batch[f'{side}_{x}'])
     for x in ('tokens', 'segments', 'positions')
   )
-  # The last batch may have filler rows (-1).
-  weights = np.where(batch['row'][:, None] >= 0, batch['weights'], 0)
+  # Packed rows repeat their index; the last batch may have filler rows (-1).
+  row_index = batch['row'].reshape(len(tokens), -1)[:, 0]
+  weights = np.where(row_index[:, None] >= 0, batch['weights'], 0)
   queries = np.float32(weights > 0)
   ends = side == 'encoder' and eos is not None
   frames = (segments > 0) & (tokens == eos if ends else positions == 0)
@@ -153,11 +153,12 @@ def annotate(
     if len(columns):
       # Seeded by record: the masks of a row are independent of the batch and
       # equal for all models. Filler rows are -1, an invalid seed.
-      rng = np.random.default_rng([_SEED, max(int(batch['row'][row]), 0)])
+      rng = np.random.default_rng([_SEED, max(int(row_index[row]), 0)])
       count = max(int(len(columns) * MASKED_SHARE), 1)
       masked[row, rng.choice(columns, count, replace=False)] = 1
   return {
     **batch,
+    'row': row_index,
     'weights': np.float32(weights),
     'parts': np.int32(parts),
     'masked': masked,
@@ -276,21 +277,14 @@ class AttentionEvaluation(held_out.HeldOutEvaluation):
     unrolled = build.unroll(build.build(model.config, compute))
     params = build.unroll_params(model.model, model.params)
     layers = list(layer_numbers(unrolled).values())
-    run = _make_run(unrolled, placement, layers)
     mask, ids = _mask_token(model.stored), record_set.framing.encoder
     eos = ids.eos if ids.ends_with_eos else None
-    lengths = record_set.spec.lengths
-    teacher = setup.reads_teacher_row(lengths, model.config)
-    batches = setup.evaluation_batches(
-      record_set, rows, placement, teacher=teacher
+    batches = (
+      annotate(model.config, batch, mask, eos)
+      for batch in held_out.batches(record_set, model, rows, report)
     )
-    measured = []
-    for i, batch in enumerate(batches):
-      report(i * rows, len(record_set))
-      batch['row'] = batch['row'].reshape(len(batch['row']), -1)[:, 0]
-      batch = annotate(model.config, batch, mask, eos)
-      batch = step_lib.place_batch(batch, placement)
-      measured.append(jax.device_get(run(params, batch)))
+    run = functools.partial(_make_run(unrolled, placement, layers), params)
+    measured = perplexity.outputs(run, batches, placement)
     by_row = jax.tree.map(lambda *x: np.concatenate(x), *measured)
     return _summarize(layers, by_row, record_set.groups)
 
@@ -343,9 +337,11 @@ def _summarize(
   size = inputs.sum(1, keepdims=True)
   plain, noised = (by_row[name] * size for name in ('received', 'noised'))
   groups = groups_of(by_row['row'])
-  scores = meap_scores(plain, noised, masked, intact, groups)
-  scores += _by_part(layers, by_row, groups)
-  return scores + _ablations(layers, by_row.get('losses', ()), groups)
+  return [
+    *meap_scores(plain, noised, masked, intact, groups),
+    *_by_part(layers, by_row, groups),
+    *_ablations(layers, by_row.get('losses', ()), groups),
+  ]
 
 
 def meap_scores(
@@ -354,8 +350,8 @@ def meap_scores(
   masked: np.ndarray,
   intact: np.ndarray,
   groups: Sequence[str] = (),
-) -> list[results_store.Score]:
-  """Returns MEAP's measures (arXiv:2502.07490), with means over positions.
+) -> Iterator[results_store.Score]:
+  """Yields MEAP's measures (arXiv:2502.07490), with means over positions.
 
   `score_decay` is (Att(X_N)[mask=1] - Att(X_M)[mask=1]) / Att(X_N)[mask=1] with
   means over the rows, `variance_increase` is Var(Att(X_M)[mask=0]) -
@@ -368,7 +364,6 @@ def meap_scores(
     intact: the other positions of the inputs.
     groups: document group of every row; empty if each is its own.
   """
-  scores = []
   for metric, function, mask in (
     ('score_decay', np.mean, masked),
     ('variance_increase', np.var, intact),
@@ -383,47 +378,34 @@ def meap_scores(
     )
     score = results_store.ratio_score(TASK, metric, *by_row, groups)
     # The denominator differs by model: models differ in the mean over rows.
-    scores.append(dataclasses.replace(score, weights=()))
+    yield dataclasses.replace(score, weights=())
     test = comparisons.compare(
       *([results_store.mean_score(TASK, metric, x, groups)] for x in (old, new))
     )
     if test:
-      scores.append(
-        results_store.Score(TASK, f'{metric}_p', test.p, None, len(old))
-      )
-  return scores
+      yield results_store.Score(TASK, f'{metric}_p', test.p, None, len(old))
 
 
 def _by_part(
   layers: Sequence[int],
   by_row: Mapping[str, np.ndarray],
   groups: Sequence[str],
-) -> list[results_store.Score]:
+) -> Iterator[results_store.Score]:
   score = functools.partial(results_store.mean_score, TASK, groups=groups)
   shares, entropy = by_row['shares'], by_row['entropy']
   # Cross-attention has no keys of the decoder, so no share of them.
-  scores = [
-    score(f'share/{part}', shares[..., i].mean((1, 2)))
-    for i, part in enumerate(PARTS)
-    if part and shares[..., i].any()
-  ]
+  for i, part in enumerate(PARTS):
+    if part and shares[..., i].any():
+      yield score(f'share/{part}', shares[..., i].mean((1, 2)))
   inputs = shares[..., PARTS.index('quarter_1') : _OWN].sum(-1)
   for metric, values in (('inputs', inputs), ('entropy', entropy)):
     for j, layer in enumerate(layers):
       name = f'layer_{layer:02}'
-      scores.append(score(f'{name}/{metric}', values[:, j].mean(1)))
+      yield score(f'{name}/{metric}', values[:, j].mean(1))
       # Heads are plotted, not compared: no per-row scores.
-      scores += [
-        results_store.Score(
-          TASK,
-          f'{name}/head_{head:02}/{metric}',
-          float(mean),
-          None,
-          len(values),
-        )
-        for head, mean in enumerate(values[:, j].mean(0))
-      ]
-  return scores
+      for i, mean in enumerate(values[:, j].mean(0)):
+        head, mean = f'{name}/head_{i:02}/{metric}', float(mean)
+        yield results_store.Score(TASK, head, mean, None, len(values))
 
 
 def _ablations(

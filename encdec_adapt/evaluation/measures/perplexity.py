@@ -6,9 +6,10 @@ models also on causal batches. From `evaluation`, this module imports only
 `results`.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import dataclasses
 import types
+from typing import Any
 
 import jax
 from jaxtyping import Int
@@ -74,6 +75,30 @@ class Result:
     ]
 
 
+def outputs(
+  run: Callable[[dict[str, jax.Array]], Any],
+  batches: Iterable[Mapping[str, np.ndarray]],
+  placement: state_lib.Placement,
+  axes: placement_lib.BatchAxes = types.MappingProxyType({}),
+) -> Iterator[Any]:
+  """Runs a compiled function on batches and yields its outputs on the host.
+
+  Args:
+    run: computes replicated arrays from the fields of a global batch.
+    batches: this process's rows of every batch.
+    placement: mesh and rules of the batches.
+    axes: logical axes of batch fields, see `placement.batch_axes`.
+  """
+  pending = []
+  for batch in batches:
+    pending.append(run(step_lib.place_batch(batch, placement, axes)))
+    # The copy blocks on the devices. Delayed by one batch, it overlaps their
+    # computation with the host's preparation of the next batch.
+    if len(pending) > 1:
+      yield jax.device_get(pending.pop(0))
+  yield from map(jax.device_get, pending)
+
+
 class Evaluator:
   """Evaluates one model; compiles once per batch shape."""
 
@@ -132,21 +157,18 @@ class Evaluator:
     Raises:
       UserError: the batches have no target tokens.
     """
-    metrics = self._metrics.names
+    metrics, no_rows = self._metrics.names, np.zeros(0, np.int32)
+
+    def run(fields):
+      # `row` has the record indices of a batch; models do not read it.
+      rows = self._replicate(fields['row']) if 'row' in fields else no_rows
+      return self.sums(params, fields, references or {}), rows
+
     # float64 promotes the concatenation: float32 sums over many rows would
     # lose precision.
-    chunks = [np.zeros((len(metrics), 2, 0), np.float64)]
-    rows = [np.zeros(0, np.int32)]
-    for batch in batches:
-      fields = step_lib.place_batch(batch, self._placement, self._axes)
-      # `row` has the record indices of a batch; models do not read it.
-      if 'row' in fields:
-        # Not copied here: that would wait for the devices.
-        rows.append(self._replicate(fields['row']))
-      chunks.append(self.sums(params, fields, references or {}))
-      # The copy blocks on the devices. Delayed by one batch, it overlaps their
-      # computation with the host's preparation of the next batch.
-      chunks[-2] = np.asarray(chunks[-2])
+    empty = np.zeros((len(metrics), 2, 0), np.float64), no_rows
+    results = outputs(run, batches, self._placement, self._axes)
+    chunks, rows = zip(empty, *results, strict=True)
     ratios = np.concatenate(chunks, axis=2)
     # Filler rows of the last batch have no weight.
     is_weighted = ratios[0, 1] != 0
