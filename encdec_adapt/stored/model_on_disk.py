@@ -241,7 +241,7 @@ def open_model(
 ) -> StoredModel:
   """Opens the work directory of a run or a Hugging Face folder.
 
-  Reads configs and headers only.
+  Reads configs and headers only. All processes of a job call it together.
 
   Args:
     path: the folder, RUN@STEP or an address on the Hub, see `resolve`.
@@ -252,14 +252,21 @@ def open_model(
 
   Raises:
     UserError: the path is neither, or the model is damaged or has no such step
-      or window.
+      or window; or the processes of the job find different kinds of models.
   """
   given = name = os.fspath(path)
   if hub.is_address(given):
     # All processes read the commit resolved by process 0.
     name = distributed.from_lead(lambda: hub.pinned(given), 'commit')
   path, step = resolve(name)
-  if is_folder(path):
+  settings = None if is_folder(path) else config_lib.load_run(str(path))
+  kind = 'a Hugging Face folder'
+  if settings:
+    kind = 'a run of adapters' if settings.adapters else 'a run'
+  # Processes may read different disks, and agree on the step of a run, and on
+  # the base of adapters.
+  distributed.require_same('model', {name: kind})
+  if settings is None:
     if step is not None:
       raise errors.UserError(
         f'{name} names a step, but {path} is a Hugging Face folder, which has'
@@ -277,7 +284,7 @@ def open_model(
       path, source.config, choice, source.arrays, unused=unused
     )
   else:
-    stored = _open_run(path, step)
+    stored = _open_run(path, step, settings)
   model = with_window(stored.model, encoder_window, name)
   return dataclasses.replace(stored, model=model, name=name)
 
@@ -399,8 +406,9 @@ def title(name: str | os.PathLike[str]) -> str:
   return pathlib.PurePath(name).name or paths_lib.absolute(name).name
 
 
-def _open_run(path: paths_lib.Path, step: int | None) -> StoredModel:
-  settings = config_lib.load_run(str(path))
+def _open_run(
+  path: paths_lib.Path, step: int | None, settings: config_lib.Settings
+) -> StoredModel:
   checkpoint = open_checkpoint(path, settings, step)
   choice = settings.data.vocabularies
   opened = open_vocabularies(checkpoint, choice)
@@ -453,7 +461,10 @@ def open_base(
       continue
     # The name may be a run of adapters, to train them further.
     base = model.base or model
-    if base.digest.startswith(described['digest']):
+    digest = base.digest
+    # All processes take the next name, or none does.
+    distributed.require_same('base', {name: digest})
+    if digest.startswith(described['digest']):
       return view_for(base, target)
     problems.append(f'{name} is another model now')
   raise errors.UserError(

@@ -1,97 +1,125 @@
-"""Every recipe trains in two real processes as it does in one."""
+"""Every recipe of two real processes: equal to one, and no hang at its start.
 
-import os
-import pathlib
+Language modelling has tests of its own (`test_train`, `test_adapters`).
+"""
+
+import contextlib
 
 import pytest
 
-from encdec_adapt import config as config_lib
 from encdec_adapt import materialize, train
+from encdec_adapt.base import errors
 from encdec_adapt.cli import command
 from encdec_adapt.telemetry import metrics
-from encdec_adapt.training import recipes
 from tests import tiny
+from tests.e2e import folders
 from tests.golden import jobs
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.long]
 
-STEPS = 3
-# Jobs of `tests.golden`; a policy reads the reward model of an earlier job.
-JOBS = (
-  'mixture_with_rates',
-  'labels',
-  'distillation_by_share',
-  'stored_teacher',
-  'distillation_on_policy',
-  'dpo_and_cross_entropy',
-  'reward',
-  'rloo_with_a_judge',
-  'infonce_with_a_learnt_temperature',
-)
+STORED = 'records/stored_teacher/teacher-counts-'
+# Of each process: a folder or a run, and a teacher stored with other numbers.
+LINKS = {'model': (jobs.SMALL, 'pair'), 'teacher': (f'{STORED}7', f'{STORED}3')}
+# Jobs of `golden.jobs`: changed keys, and a key of what processes may find
+# different. The first jobs train models that the others read.
+JOBS = {
+  'labels': ((), 'init.encoder=model'),
+  'reward': ((), 'init.encoder=model'),
+  'dpo_and_cross_entropy': ((), 'teacher.checkpoint=model'),
+  'distillation_by_share': ((), 'teacher.checkpoint=model'),
+  'distillation_on_policy': (
+    # Not the student itself: its gradient would be nothing but rounding.
+    ('teacher.checkpoint=dpo_and_cross_entropy',),
+    'teacher.checkpoint=model',
+  ),
+  'stored_teacher': (
+    (f'teacher.checkpoint=stored:{STORED}7',),
+    'teacher.checkpoint=stored:teacher',
+  ),
+  'rloo_with_a_judge': ((), 'train.rewards.models=model'),
+  'infonce_with_a_learnt_temperature': (
+    ('mesh.replica=2',),
+    'init.encoder=model',
+  ),
+}
+SHORT = ('data.passes=3', 'train.batch_size=16', 'train.steps=3')
+SHORT += ('evaluation.loss=3', 'checkpoint.every=3')
+
+# Each process works in a folder of its own.
 _MEMBER = """
-import sys
+import os, sys
 from encdec_adapt.cluster import distributed
 from tests.multiproc import test_recipes
 
-coordinator, count, index, folder, workdirs = sys.argv[1:]
+folder, me = sys.argv[4], int(sys.argv[3])
 with distributed.fail_together():
-  if int(count) > 1:
-    distributed.initialize(coordinator, int(count), int(index))
-  test_recipes.train_all(folder, workdirs)
+  distributed.initialize(sys.argv[1], 2, me)
+  os.chdir(f'{folder}/{me}')
+  for name in test_recipes.JOBS:
+    test_recipes.refuse(name)
+    test_recipes.run(name, f'{folder}/{name}')
 """
 
 
-def train_all(folder: str, workdirs: str) -> None:
-  """Trains the jobs one after the other, in this process of a job."""
-  os.chdir(folder)
-  for name in JOBS:
-    workdir = f'--workdir={workdirs}/{name}'
-    teacher = f'teacher.checkpoint=stored:records/{name}/teacher-counts-7'
-    more = [teacher] if name.startswith('stored') else []
-    assert tiny.call(train, *_flags(name, *more), workdir) == 0
+def run(name: str, workdir: str, *more: str) -> None:
+  """Trains to the end, without the end of all processes at an error."""
+  flags = jobs.flags(name, *SHORT, *JOBS[name][0], *more)
+  values = command.parse(train.define_flags, flags)
+  assert train.run(values.config, workdir) == 0
 
 
-def _flags(name: str, *more: str) -> list[str]:
-  changes = [
-    f'train.steps={STEPS}',
-    f'evaluation.loss={STEPS}',
-    f'checkpoint.every={STEPS}',
-    'compute.compile_cache=compiled',
-    'data.passes=1',
-  ]
-  if 'judge' in name:
-    changes.append('train.rewards.models=one/reward')
-  return jobs.flags(name, *changes, *more)
+def refuse(name: str) -> None:
+  """Starts a job that finds something else on each process."""
+  try:
+    run(name, f'../refused/{name}', JOBS[name][1])
+  except errors.UserError as error:
+    print(f'{name} is refused: {error}', flush=True)
 
 
-def _losses(workdir: pathlib.Path) -> list[tuple[str, int, float]]:
-  return [
-    (x['kind'], x['step'], x['loss'])
-    for x in metrics.read_metrics(workdir)
-    if x['kind'] in ('train', 'eval')
-  ]
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+  """A folder with the runs and the output of two processes."""
+  folder = tmp_path_factory.mktemp('recipes')
+  shape = tiny.STACK | {'layers': 1, 'vocab_size': 2048}
+  vocabulary = tiny.ROOT / jobs.SMALL / 'tokenizer.model'
+  folders.make_folder(folder / jobs.SMALL, shape, vocabulary)
+  with contextlib.chdir(folder):
+    jobs.write_files(folder)
+    for name in JOBS:
+      flags = jobs.flags(name, *SHORT)
+      assert tiny.call(materialize, *flags) == 0
+      for tokens in (7, 3) if name == 'stored_teacher' else ():
+        store = f'--teacher={jobs.SMALL}', f'--teacher_tokens={tokens}'
+        assert tiny.call(materialize, *flags, *store) == 0
+  shared = [*JOBS, *(path.name for path in folder.iterdir())]
+  for i in range(2):
+    (folder / f'{i}').mkdir()
+    links = {link: paths[i] for link, paths in LINKS.items()}
+    for link, path in {
+      **dict(zip(shared, shared, strict=True)),
+      **links,
+    }.items():
+      (folder / f'{i}' / link).symlink_to(folder / path)
+  codes = tiny.wait_all(tiny.start_programs(_MEMBER, folder, 2, folder))
+  assert codes == [0, 0], [log.read_text() for log in folder.glob('*.log')]
+  return folder
 
 
-def test_two_processes_equal_one(tmp_path, monkeypatch):
-  monkeypatch.chdir(tmp_path)
-  pathlib.Path('configs').symlink_to(tiny.ROOT / 'configs')
-  jobs.write_files(tmp_path)
-  values = [command.parse(train.define_flags, _flags(x)) for x in JOBS]
-  loaded = [config_lib.load(x.config, sources=False) for x in values]
-  assert {type(x.recipe) for x in loaded} >= {*recipes.BY_LOSS.values()}
-  store = f'--teacher={jobs.SMALL}', '--teacher_tokens=7'
-  assert tiny.call(materialize, *_flags('stored_teacher'), *store) == 0
-  for workdirs, count in (('one', 1), ('two', 2)):
-    logs = tmp_path / f'{workdirs}_logs'
-    logs.mkdir()
-    codes = tiny.wait_all(
-      tiny.start_programs(
-        _MEMBER, logs, count, tmp_path, workdirs, devices=3 - count
-      )
-    )
-    texts = [path.read_text() for path in sorted(logs.iterdir())]
-    assert codes == [0] * count, '\n'.join(texts)
-  for name in JOBS:
-    one, two = (_losses(tmp_path / x / name) for x in ('one', 'two'))
-    assert [x[:2] for x in one] == [x[:2] for x in two], name
-    assert [x[2] for x in one] == pytest.approx([x[2] for x in two], abs=2e-5)
+@pytest.mark.parametrize('name', JOBS)
+def test_both_refuse_what_differs_between_them(folder, name):
+  text = f'{name} is refused: the processes of this job differ: '
+  assert all(text in log.read_text() for log in folder.glob('*.log'))
+
+
+@pytest.mark.parametrize('name', JOBS)
+def test_two_processes_equal_one(folder, name, monkeypatch):
+  monkeypatch.chdir(folder)
+  run(name, f'one/{name}')
+  records, expected = (
+    [x for x in metrics.read_metrics(w) if x.pop('kind') in ('train', 'eval')]
+    for w in (name, f'one/{name}')
+  )
+  # Before the first step and after the last, and of each.
+  assert len(records) == len(expected) == 5
+  for record, wanted in zip(records, expected, strict=True):
+    assert record == pytest.approx(wanted, rel=1e-5, abs=1e-6)
