@@ -1,10 +1,12 @@
 """Toy models with random parameters."""
 
+import json
 import pathlib
 
 from flax import traverse_util
 from jax import numpy as jnp
 import numpy as np
+from safetensors import numpy as safetensors
 
 import encdec_adapt
 from encdec_adapt.generation import model_in_memory
@@ -103,3 +105,11 @@ def save(
     files={file.name: file for file in tokens.iterdir()},
   )
   return encdec_adapt.load(folder)
+
+
+def change(folder: pathlib.Path, tensors=lambda tensors: tensors, **fields):
+  """Changes the tensors of a folder, and fields of its config.json."""
+  file, config = folder / 'model.safetensors', folder / 'config.json'
+  changed = tensors(safetensors.load_file(file))
+  safetensors.save_file(changed, file, {'format': 'pt'})
+  config.write_text(json.dumps(json.loads(config.read_text()) | fields))

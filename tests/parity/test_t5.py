@@ -12,7 +12,7 @@ from encdec_adapt.base import errors
 from encdec_adapt.huggingface import config_json, tensor_folder
 from encdec_adapt.huggingface import folder as folder_lib
 from encdec_adapt.models import parameters, presets
-from tests import tiny
+from tests import tiny, toy_models
 from tests.parity import test_folders, tiny_models
 
 pytestmark = pytest.mark.parity
@@ -63,18 +63,6 @@ def test_vectors_of_sentence_transformers(tmp_path):
   np.testing.assert_allclose(theirs.encode(texts), vectors, atol=1e-5)
 
 
-def changed(source, folder, config=None, tensors=None):
-  """Copies a folder with other fields and further tensors."""
-  shutil.copytree(source, folder)
-  file = folder / tensor_folder.CONFIG
-  raw = json.loads(file.read_text()) | (config or {})
-  file.write_text(json.dumps(raw))
-  file = folder / tensor_folder.SINGLE
-  stored = safetensors.load_file(file) | (tensors or {})
-  safetensors.save_file(stored, file, {'format': 'pt'})
-  return folder_lib.ModelFolder(folder)
-
-
 def test_copies_and_ignored_tensors_are_named(saved, tmp_path):
   _, folder, ours = saved('t5')
   table = safetensors.load_file(folder / tensor_folder.SINGLE)['shared.weight']
@@ -83,9 +71,11 @@ def test_copies_and_ignored_tensors_are_named(saved, tmp_path):
   more = dict.fromkeys(copies, table)
   more[f'{cross}.weight'] = np.zeros((8, 4), np.float32)
   # The config does not say it, and the values do: the head is tied.
-  opened = changed(
-    folder, tmp_path / 'model', {'tie_word_embeddings': False}, more
+  shutil.copytree(folder, tmp_path / 'model')
+  toy_models.change(
+    tmp_path / 'model', lambda t: t | more, tie_word_embeddings=False
   )
+  opened = folder_lib.ModelFolder(tmp_path / 'model')
   assert opened.config == ours.config
   assert set(opened.unused) == {*copies, f'{cross}.weight'}
   test_folders.assert_comes_back(tmp_path / 'model', tmp_path / 'again')

@@ -9,7 +9,7 @@ import pytest
 
 from encdec_adapt.base import errors
 from encdec_adapt.huggingface import tensor_folder
-from tests import tiny
+from tests import tiny, toy_models
 from tests.parity import tiny_models
 
 pytestmark = pytest.mark.parity
@@ -42,16 +42,8 @@ def save(case, folder, seed=0, *, spelling='new'):
   )
   if spelling == 'old':
     rename = ('vision_tower.', 'vision_tower.vision_model.')
-    change(folder, lambda t: {k.replace(*rename): t[k] for k in t})
+    toy_models.change(folder, lambda t: {k.replace(*rename): t[k] for k in t})
   return model
-
-
-def change(folder, make):
-  """Replaces the tensors of a folder by what `make` returns for them."""
-  safetensors = pytest.importorskip('safetensors.numpy')
-  file = folder / tensor_folder.SINGLE
-  made = make(dict(safetensors.load_file(file)))
-  safetensors.save_file(made, file, {'format': 'pt'})
 
 
 def import_export(folder, *flags):
@@ -113,7 +105,7 @@ def without(tmp_path):
   model = tiny_models.make(tiny_models.CASES['t5gemma2'])
   model.save_pretrained(tmp_path / 'model')
   parts = ('vision_tower', 'multi_modal')
-  change(
+  toy_models.change(
     tmp_path / 'model',
     lambda t: {k: t[k] for k in t if not any(part in k for part in parts)},
   )
@@ -178,7 +170,7 @@ def test_vision_parts_that_are_refused(kind, words, whole, tmp_path):
   donor = tmp_path / 'donor'
   if kind in DAMAGE:
     shutil.copytree(whole / 'gemma3_images', donor)
-    change(donor, DAMAGE[kind])
+    toy_models.change(donor, DAMAGE[kind])
   else:
     case = tiny_models.CASES['gemma3_images' if kind == 'width' else 'gemma3']
     settings = case.settings()
