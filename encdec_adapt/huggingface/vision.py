@@ -49,7 +49,7 @@ class Vision:
     fields: image fields of the encoder in a T5Gemma 2 config.json, such as
       `vision_config`.
     tensors: stored tensors.
-    names: name in a T5Gemma 2 folder -> name in `tensors`.
+    names: name in the encoder of a T5Gemma 2 -> name in `tensors`.
     processors: name -> file, for `PROCESSORS` in the folder.
   """
 
@@ -73,7 +73,7 @@ class Vision:
     arrays = {}
     for name, stored in self.names.items():
       info = self.tensors.tensors[stored]
-      arrays[start + name.removeprefix(_START)] = lazy_array.LazyArray.in_full(
+      arrays[start + name] = lazy_array.LazyArray.in_full(
         info.shape, info.dtype, functools.partial(self._read, stored)
       )
     return arrays
@@ -84,8 +84,7 @@ class Vision:
     Raises:
       UserError: names both widths.
     """
-    stored = self.names[_START + PROJECTION]
-    width = self.tensors.tensors[stored].shape[1]
+    width = self.tensors.tensors[self.names[PROJECTION]].shape[1]
     if width != encoder.width:
       raise errors.UserError(
         f'the vision part of {self.folder} projects to width {width}, and the'
@@ -130,8 +129,8 @@ def open_vision(folder: str | os.PathLike[str]) -> Vision | None:
     # A T5Gemma 2 keeps its names; others get the names of transformers 5, which
     # dropped version 4's `vision_model.`.
     stored = {k: v.replace('.vision_model.', '.', 1) for k, v in stored.items()}
-  names = {_START + theirs: name for name, theirs in stored.items()}
-  if len(names) < len(stored) or _START + PROJECTION not in names:
+  names = {theirs: name for name, theirs in stored.items()}
+  if len(names) < len(stored) or PROJECTION not in names:
     raise errors.UserError(
       f'{folder} has a vision part without tensor {PROJECTION!r}, or with one'
       ' under two names. Download the folder again.'
