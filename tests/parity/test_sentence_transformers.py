@@ -47,6 +47,12 @@ def _vectors(folder, texts, **options):
   return model.encode(texts, **options)
 
 
+def _assert_same_vectors(folder, ours):
+  vectors = ours.embed(TEXTS)
+  vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+  np.testing.assert_allclose(_vectors(folder, TEXTS), vectors, atol=1e-5)
+
+
 @pytest.mark.parametrize('name', MODELS)
 def test_vectors_are_equal(name, tmp_path):
   config = model_config.DecoderOnlyConfig(MODELS[name])
@@ -95,9 +101,7 @@ def test_the_encoder_of_a_pair_alone(tmp_path):
   output = tmp_path / 'exported'
   flags = f'--checkpoint={tmp_path}/pair', f'--output={output}'
   assert tiny.convert('export', *flags, '--embedding=mean') == 0
-  vectors = ours.embed(TEXTS)
-  vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
-  np.testing.assert_allclose(_vectors(output, TEXTS), vectors, atol=1e-5)
+  _assert_same_vectors(output, ours)
   again = f'--output={tmp_path}/again'
   with pytest.raises(encdec_adapt.UserError, match='without --embedding'):
     tiny.convert('export', flags[0], again, '--dimensions=8')
@@ -130,9 +134,23 @@ def test_the_encoder_of_a_t5gemma2_is_of_its_own_class(reads_images, tmp_path):
   fields = jnp.array(tokens), jnp.ones_like(positions), positions
   expected = ours.model.architecture.encode(ours.model, ours.params, fields)
   np.testing.assert_allclose(states, expected, atol=1e-5)
-  vectors = ours.embed(TEXTS)
-  vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
-  np.testing.assert_allclose(_vectors(output, TEXTS), vectors, atol=1e-5)
+  _assert_same_vectors(output, ours)
+
+
+def test_the_encoder_of_a_t5(tmp_path):
+  folder, output = tmp_path / 'model', tmp_path / 'exported'
+  tokens = tiny_models.save_t5_tokenizer(folder)
+  fields = tiny_models.T5 | {'vocab_size': len(tokens)}
+  settings = transformers.T5Config(**fields)
+  case = tiny_models.Case('T5EncoderModel', lambda: settings, '')
+  tiny_models.make(case).save_pretrained(folder)
+  flags = f'--checkpoint={folder}', f'--output={output}'
+  assert tiny.convert('export', *flags, '--embedding=mean') == 0
+  raw = json.loads((output / 'config.json').read_text())
+  assert raw['matryoshka_dimensions'] == [32]
+  with pytest.raises(encdec_adapt.UserError, match='T5EncoderModel .* not log'):
+    tiny.convert('verify', folder, folder, '--with=transformers')
+  _assert_same_vectors(output, encdec_adapt.load(folder))
 
 
 def test_a_head_is_part_of_the_models_differences():

@@ -1,6 +1,5 @@
 """T5 and its kin: encoders, stored copies, heads, and shapes of the presets."""
 
-import json
 import shutil
 
 import numpy as np
@@ -8,7 +7,6 @@ import pytest
 from safetensors import numpy as safetensors
 
 import encdec_adapt
-from encdec_adapt.base import errors
 from encdec_adapt.huggingface import config_json, tensor_folder
 from encdec_adapt.huggingface import folder as folder_lib
 from encdec_adapt.models import parameters, presets
@@ -40,27 +38,6 @@ def test_encoders(family, tmp_path):
   assert tiny.convert('import', *flags) == 0
   run = encdec_adapt.load(tmp_path / 'run')
   np.testing.assert_array_equal(np.asarray(run.encode(rows.encoder, mask)), got)
-
-
-def test_vectors_of_sentence_transformers(tmp_path):
-  sentence_transformers = pytest.importorskip('sentence_transformers')
-  folder, output = tmp_path / 'model', tmp_path / 'exported'
-  tokens = tiny_models.save_t5_tokenizer(folder)
-  fields = tiny_models.T5 | {'vocab_size': len(tokens)}
-  settings = transformers.T5Config(**fields)
-  case = tiny_models.Case('T5EncoderModel', lambda: settings, '')
-  tiny_models.make(case).save_pretrained(folder)
-  flags = f'--checkpoint={folder}', f'--output={output}'
-  assert tiny.convert('export', *flags, '--embedding=mean') == 0
-  raw = json.loads((output / tensor_folder.CONFIG).read_text())
-  assert raw['matryoshka_dimensions'] == [32]
-  with pytest.raises(errors.UserError, match='T5EncoderModel .* not logits'):
-    tiny.convert('verify', folder, folder, '--with=transformers')
-  texts = ['The quick brown fox', 'jumps', 'over the lazy dog, ' * 3]
-  vectors = encdec_adapt.load(folder).embed(texts)
-  vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
-  theirs = sentence_transformers.SentenceTransformer(str(output), device='cpu')
-  np.testing.assert_allclose(theirs.encode(texts), vectors, atol=1e-5)
 
 
 def test_copies_and_ignored_tensors_are_named(saved, tmp_path):
