@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from encdec_adapt.base import errors, keys
+from encdec_adapt.base import keys
 
 MODES = ('random', 'checkpoint', 'adapt', 'embeddings')
 
@@ -60,18 +60,17 @@ class InitConfig:
     keys.check(self, 'config.init.')
     # Refuse keys ignored by the mode: a run that names a decoder but
     # initializes it randomly would look like an adaptation.
-    options = {'cross_attention': 'auto', 'post_norm_gain': 'one'}
-    fresh = {'optimizer': 'fresh'}
-    unused = {
-      'random': {'encoder': '', 'decoder': ''} | options | fresh,
-      'checkpoint': {'decoder': ''} | options,
-      'embeddings': options | fresh,
-      'adapt': {},
-    }
-    for name, default in unused[self.mode].items():
-      if getattr(self, name) != default:
-        raise errors.UserError(
-          f'config.init.{name} is {getattr(self, name)!r}, which init.mode'
-          f' {self.mode!r} does not read; set it to {default!r}, or change'
-          ' config.init.mode.'
-        )
+    plan = ('cross_attention', 'post_norm_gain')
+    unread = {
+      'random': ('encoder', 'decoder', *plan, 'optimizer'),
+      'checkpoint': ('decoder', *plan),
+      'embeddings': (*plan, 'optimizer'),
+      'adapt': (),
+    }[self.mode]
+    defaults = keys.defaults(InitConfig)
+    keys.require_defaults(
+      vars(self),
+      {name: defaults[name] for name in unread},
+      'config.init.',
+      f'config.init.mode is {self.mode!r}',
+    )
