@@ -3,8 +3,10 @@
 from collections.abc import Iterable
 from concurrent import futures
 import dataclasses
+import functools
 import os
 
+import jax.numpy as jnp
 import numpy as np
 
 from encdec_adapt.base import errors
@@ -47,15 +49,11 @@ _Matches = dict[str, list[tuple[weights.Weight, list[_Piece]]]]
 def common_dtype(dtypes: Iterable[np.dtype]) -> np.dtype:
   """Returns a dtype that represents all values of the given dtypes exactly.
 
-  NumPy does not promote bfloat16 and float16.
-
   Args:
     dtypes: float dtypes, at least one.
   """
-  dtypes = {np.dtype(dtype) for dtype in dtypes}
-  if len(dtypes) == 1:
-    return dtypes.pop()
-  return np.dtype(np.float64 if np.float64 in dtypes else np.float32)
+  # NumPy's promotion has no bfloat16.
+  return np.dtype(functools.reduce(jnp.promote_types, dtypes))
 
 
 class ModelFolder:

@@ -122,9 +122,16 @@ def test_tensors_that_are_refused(change, message, make):
     read(make('gemma2', lambda tensors: {**tensors, **change(tensors)}))
 
 
-@pytest.mark.parametrize('other', [np.float16, np.float32])
+@pytest.mark.parametrize(
+  'other, both',
+  [
+    (np.float16, np.float32),
+    (np.float32, np.float32),
+    (np.float64, np.float64),
+  ],
+)
 def test_layers_of_two_dtypes_are_read_in_one_that_holds_both(
-  other, make, tmp_path
+  other, both, make, tmp_path
 ):
   expected = {}
 
@@ -141,11 +148,11 @@ def test_layers_of_two_dtypes_are_read_in_one_that_holds_both(
   found = safetensors.load_file(again / 'model.safetensors')
   for name, tensor in found.items():
     np.testing.assert_array_equal(
-      tensor.astype(np.float32), expected[name].astype(np.float32)
+      tensor.astype(both), expected[name].astype(both)
     )
   for path, array in arrays.items():
     assert np.asarray(array).dtype == array.dtype
     if '/blocks/' in path:
-      assert array.dtype == np.float32 == array[0].dtype
+      assert array.dtype == both == array[0].dtype
   raw = json.loads((again / 'config.json').read_text())
-  assert raw['dtype'] == 'float32'
+  assert raw['dtype'] == both.__name__
