@@ -406,8 +406,7 @@ def training_batches(
 ) -> loader.Loader:
   """Opens the training batches of this process; see `loader.Loader`."""
   rows = local_rows(batch_size, placement)
-  lengths = record_set.spec.lengths
-  return loader.Loader(record_set, lengths, batch_size, local=rows, **options)
+  return loader.Loader(record_set, batch_size, local=rows, **options)
 
 
 def abstract_batch(
@@ -446,9 +445,8 @@ def evaluation_batches(
 ) -> Iterator[framing.Batch]:
   """Opens this process's held-out batches; see `loader.evaluation_batches`."""
   rows = local_rows(batch_size, placement)
-  lengths = record_set.spec.lengths
   return loader.evaluation_batches(
-    record_set, lengths, batch_size, local=rows, **options
+    record_set, batch_size, local=rows, **options
   )
 
 

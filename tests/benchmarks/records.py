@@ -95,10 +95,7 @@ def _read(folder: pathlib.Path, arguments) -> list[dict[str, Any]]:
       record_set.read(range(first, stop))
 
   def frame(teacher):
-    stream = loader.Loader(
-      record_set, spec.lengths, arguments.batch_size, teacher=teacher
-    )
-    for _ in stream:
+    for _ in loader.Loader(record_set, arguments.batch_size, teacher=teacher):
       pass
 
   tokens = arguments.rows * (spec.encoder_length + spec.decoder_length)

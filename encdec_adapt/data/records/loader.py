@@ -41,7 +41,6 @@ class Loader:
   def __init__(
     self,
     record_set: record_sets.RecordSet,
-    lengths: framing.Lengths,
     batch_size: int,
     *,
     position: int = 0,
@@ -59,7 +58,6 @@ class Loader:
 
     Args:
       record_set: rows to read.
-      lengths: S and T of the batch, equal to those of the records.
       batch_size: rows of the global batch.
       position: rows consumed before.
       consumed: rows consumed per part; see `row_order.Order`.
@@ -76,10 +74,9 @@ class Loader:
       prefetch: batches made ahead; 0 makes none.
 
     Raises:
-      UserError: the lengths or rates do not match the records, or the position
-        is beyond the end.
+      UserError: the rates do not match the records, or the position is beyond
+        the end.
     """
-    _check_lengths(record_set, lengths)
     self.order = order = row_order.Order(
       record_set,
       seed=seed,
@@ -109,9 +106,9 @@ class Loader:
     def make(step: int) -> framing.Batch:
       first = position + step * batch_size
       rows = [order.row(first + slot) for slot in slots]
-      batch = read_batch(record_set, rows, lengths, teacher)
+      batch = read_batch(record_set, rows, teacher)
       if stored:
-        batch |= stored.fields(rows, lengths.decoder)
+        batch |= stored.fields(rows, record_set.spec.decoder_length)
       if not share:
         return batch
       # Masked here, not in the records: the published pattern depends on the
@@ -154,7 +151,6 @@ class Loader:
 
 def evaluation_batches(
   record_set: record_sets.RecordSet,
-  lengths: framing.Lengths,
   batch_size: int,
   *,
   teacher: bool = False,
@@ -166,7 +162,6 @@ def evaluation_batches(
 
   Args:
     record_set: rows to read.
-    lengths: S and T of the batch, equal to those of the records.
     batch_size: rows of the global batch.
     teacher: whether to make the teacher's fields.
     prefix_offset: if not 0, row i gets the inputs of row (i + prefix_offset)
@@ -176,9 +171,8 @@ def evaluation_batches(
     prefetch: batches made ahead; 0 makes none.
 
   Raises:
-    UserError: the lengths do not match, or prefixes cannot be exchanged.
+    UserError: prefixes cannot be exchanged.
   """
-  _check_lengths(record_set, lengths)
   count = len(record_set)
   spec = record_set.spec
   # Packed rows and models without an encoder have no prefix to exchange; a
@@ -197,9 +191,9 @@ def evaluation_batches(
   def make(step: int) -> framing.Batch:
     rows = [step * batch_size + slot for slot in slots]
     rows = [row if row < count else row_order.FILLER for row in rows]
-    batch = read_batch(record_set, rows, lengths, teacher, prefix_offset)
+    batch = read_batch(record_set, rows, teacher, prefix_offset)
     if spec.pack:  # One entry per possible segment.
-      size = lengths.decoder or lengths.encoder
+      size = spec.decoder_length or spec.encoder_length
       batch['row'] = np.repeat(batch['row'][:, None], size, axis=1)
     return batch
 
@@ -224,7 +218,6 @@ def _read(
 def read_batch(
   record_set: record_sets.RecordSet,
   rows: Sequence[int],
-  lengths: framing.Lengths,
   teacher: bool,
   prefix_offset: int = 0,
 ) -> framing.Batch:
@@ -233,7 +226,6 @@ def read_batch(
   Args:
     record_set: the record set.
     rows: row numbers; `row_order.FILLER` gives a row of padding.
-    lengths: S and T.
     teacher: whether to make the teacher's fields.
     prefix_offset: see `evaluation_batches`.
 
@@ -245,11 +237,12 @@ def read_batch(
   content = iter(_read(record_set, numbers, prefix_offset))
   # All objectives of a set have the same stored fields
   # (`objective_names.parse`), so the first one frames all rows.
-  frame = record_set.spec.objectives[0].rows.frame
+  spec = record_set.spec
+  frame = spec.objectives[0].rows.frame
   framed = [
     frame(
       [] if row == row_order.FILLER else next(content),
-      lengths,
+      spec.lengths,
       record_set.framing,
       teacher=teacher,
     )
@@ -267,14 +260,3 @@ def _prefetched(
   )
   dataset = grain.MapDataset.range(batches).map(make)
   return iter(dataset.to_iter_dataset(options))
-
-
-def _check_lengths(
-  record_set: record_sets.RecordSet, lengths: framing.Lengths
-) -> None:
-  stored = record_set.spec.lengths
-  if lengths != stored:
-    raise errors.UserError(
-      f'the records in {record_set.folder} have {stored}, not {lengths}; set'
-      ' their lengths, or materialise records into another folder'
-    )

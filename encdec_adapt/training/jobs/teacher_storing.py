@@ -206,14 +206,14 @@ def _write_shards(
   placed = dataclasses.replace(placed, dtype=dtype)
   params = source.read(placed)
   choose = _program(placed, spec, recipe.loss)
-  lengths, entries = records.spec.lengths, {}
-  teacher_row = setup.reads_teacher_row(lengths, source.model)
+  teacher_row = setup.reads_teacher_row(records.spec.lengths, source.model)
+  entries = {}
 
   def encoded(start: int, stop: int) -> Iterator[bytes]:
     for first in range(start, stop, spec.rows):
       numbers = np.arange(first, first + spec.rows)
       numbers[numbers >= stop] = row_order.FILLER
-      batch = loader.read_batch(records, numbers, lengths, teacher_row)
+      batch = loader.read_batch(records, numbers, teacher_row)
       numbers = batch.pop('row')
       batch = recipe.rows.frame(batch, special)
       arrays = choose(params, numbers, step_lib.place_batch(batch, placed))

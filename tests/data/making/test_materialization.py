@@ -251,9 +251,7 @@ def test_vocabulary_and_records_are_made_from_text(text, tmp_path, capsys):
   assert 1 <= len(eval_set) <= 8
   assert train_set.manifest['fill']['decoder'] > 0.85  # it binds
   words = ''
-  for fields in loader.Loader(
-    train_set, framing.Lengths(24, 16), 4, teacher=True
-  ):
+  for fields in loader.Loader(train_set, 4, teacher=True):
     framing.check_framing(fields, train_set.framing)
     words += opened.encoder.decode(fields['encoder_tokens'].ravel())
   assert ' the ' in words

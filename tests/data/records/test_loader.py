@@ -97,7 +97,7 @@ def rows_of(batches):
 def test_a_batch_holds_the_rows_of_the_order(record_set):
   order = row_order.Order(record_set, seed=5)
   expected = [order.row(position) for position in range(14)]
-  stream = loader.Loader(record_set, LENGTHS, 4, seed=5)
+  stream = loader.Loader(record_set, 4, seed=5)
   first = next(stream)
   np.testing.assert_array_equal(first['row'], expected[:4])
   np.testing.assert_array_equal(
@@ -108,17 +108,17 @@ def test_a_batch_holds_the_rows_of_the_order(record_set):
 
 
 def test_each_pass_is_a_permutation_and_passes_do_not_mix(record_set):
-  rows = rows_of(loader.Loader(record_set, LENGTHS, 4, seed=1))
+  rows = rows_of(loader.Loader(record_set, 4, seed=1))
   assert sorted(rows[:7]) == list(range(7))
   assert sorted(rows[7:]) == list(range(7, 14))
   assert rows[:7] != list(range(7))
   assert [row - 7 for row in rows[7:]] != rows[:7]
-  assert rows == rows_of(loader.Loader(record_set, LENGTHS, 4, seed=1))
-  assert rows != rows_of(loader.Loader(record_set, LENGTHS, 4, seed=2))
+  assert rows == rows_of(loader.Loader(record_set, 4, seed=1))
+  assert rows != rows_of(loader.Loader(record_set, 4, seed=2))
 
 
 def test_the_stream_ends_after_the_last_pass(record_set):
-  stream = loader.Loader(record_set, LENGTHS, 4)
+  stream = loader.Loader(record_set, 4)
   assert stream.total == 14
   batches = list(stream)
   assert [fields['row'].size for fields in batches] == [4, 4, 4, 4]
@@ -126,13 +126,13 @@ def test_the_stream_ends_after_the_last_pass(record_set):
   assert stream.position == 14
   with pytest.raises(StopIteration):
     next(stream)
-  again = loader.Loader(record_set, LENGTHS, 4, position=14)
+  again = loader.Loader(record_set, 4, position=14)
   with pytest.raises(StopIteration):
     next(again)
 
 
 def test_repeating_draws_another_order_of_the_same_rows(record_set):
-  stream = loader.Loader(record_set, LENGTHS, 7, repeat=True)
+  stream = loader.Loader(record_set, 7, repeat=True)
   assert stream.total is None
   rows = [rows_of([fields]) for fields in itertools.islice(stream, 4)]
   assert stream.position == 28
@@ -146,7 +146,6 @@ def test_a_saved_position_goes_on_with_another_batch_size(record_set, prefetch):
   def open_at(position, batch_size):
     return loader.Loader(
       record_set,
-      LENGTHS,
       batch_size,
       position=position,
       seed=5,
@@ -170,7 +169,6 @@ def test_a_mixture_resumes_on_any_number_of_hosts(tmp_path, hosts):
   def open_at(position, consumed, step, text, local=None):
     return loader.Loader(
       mixed,
-      LENGTHS,
       4,
       position=position,
       consumed=consumed,
@@ -201,13 +199,13 @@ def test_a_mixture_resumes_on_any_number_of_hosts(tmp_path, hosts):
 @pytest.mark.parametrize('local', [[0, 3], [2]])
 def test_a_process_makes_the_places_it_holds(record_set, local):
   """Any of them, in the order of the batch: others may make them too."""
-  whole = loader.Loader(record_set, LENGTHS, 4, seed=5)
-  mine = loader.Loader(record_set, LENGTHS, 4, seed=5, local=local)
+  whole = loader.Loader(record_set, 4, seed=5)
+  mine = loader.Loader(record_set, 4, seed=5, local=local)
   for fields, part in zip(whole, mine, strict=True):
     for name, value in fields.items():
       np.testing.assert_array_equal(part[name], value[local], err_msg=name)
     assert mine.position == whole.position
-  evaluation = loader.evaluation_batches(record_set, LENGTHS, 4, local=local)
+  evaluation = loader.evaluation_batches(record_set, 4, local=local)
   rows = [numbers[0] for fields in evaluation for numbers in fields['row']]
   numbers = [4 * step + slot for step in range(4) for slot in local]
   assert rows == [n if n < 14 else row_order.FILLER for n in numbers]
@@ -215,7 +213,7 @@ def test_a_process_makes_the_places_it_holds(record_set, local):
 
 @pytest.mark.parametrize('batch_size', [3, 7, 20])
 def test_evaluation_sees_every_row_once(single_set, batch_size):
-  batches = list(loader.evaluation_batches(single_set, LENGTHS, batch_size))
+  batches = list(loader.evaluation_batches(single_set, batch_size))
   assert all(fields['row'].size == batch_size for fields in batches)
   assert rows_of(batches) == list(range(7))
   assert sum(fields['weights'].sum() for fields in batches) == 7
@@ -223,7 +221,7 @@ def test_evaluation_sees_every_row_once(single_set, batch_size):
 
 def test_prefixes_of_other_examples(single_set):
   (fields,) = loader.evaluation_batches(
-    single_set, LENGTHS, 8, teacher=True, prefix_offset=3
+    single_set, 8, teacher=True, prefix_offset=3
   )
   framing.check_framing(fields, gemma_ids.FRAMING)
   rows = np.arange(7)
@@ -239,10 +237,6 @@ def test_wrong_settings_are_refused(record_set, single_set):
   # Rows of several pairs have no prefix to exchange; 14 is twice the rows.
   for rows, offset in ((record_set, 3), (single_set, 14)):
     with pytest.raises(errors.UserError, match=f'prefix_offset={offset}'):
-      loader.evaluation_batches(rows, LENGTHS, 4, prefix_offset=offset)
-  with pytest.raises(errors.UserError, match='encoder=4.*encoder=8'):
-    loader.Loader(record_set, framing.Lengths(8, 3), 4)
-  with pytest.raises(errors.UserError, match='decoder=3.*decoder=6'):
-    loader.evaluation_batches(record_set, framing.Lengths(4, 6), 4)
+      loader.evaluation_batches(rows, 4, prefix_offset=offset)
   with pytest.raises(errors.UserError, match='position 15.*14 rows'):
-    loader.Loader(record_set, LENGTHS, 4, position=15)
+    loader.Loader(record_set, 4, position=15)
