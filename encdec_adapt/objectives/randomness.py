@@ -27,13 +27,20 @@ def _joined(parts: Iterable[object]) -> bytes:
 
 
 class Keyed:
-  """Rekeys one generator per example, cheaper than making new ones.
+  """Random generators of the examples of a source in a pass.
 
-  The generator is valid until the next call.
+  One counter-based generator (Philox) gets the key of each example, which is
+  cheaper than making new ones; it is valid until the next call.
   """
 
   def __init__(self, seed: int, pass_index: int, source: str):
-    """Hashes the shared part of the key; see `generator`."""
+    """Hashes the shared part of the key.
+
+    Args:
+      seed: seed of the record set.
+      pass_index: 0, 1, ..
+      source: name of the examples' source.
+    """
     shared = _joined((seed, pass_index, source))
     # The shared part is hashed once; each example id updates a copy of it.
     self._shared = hashlib.blake2b(shared, digest_size=16)
@@ -42,28 +49,10 @@ class Keyed:
     self._start = self._philox.state
 
   def __call__(self, example_id: str) -> np.random.Generator:
-    """Returns the generator of an example, with the draws of `generator`."""
+    """Returns the generator of an example, by its id within the source."""
     key = self._shared.copy()
     key.update(_joined((example_id,)))
     self._start['state']['key'][:] = np.frombuffer(key.digest(), '<u8')
     # Resets all state, also the counter and a buffered half of a 64-bit draw.
     self._philox.state = self._start
     return self._generator
-
-
-def generator(
-  seed: int, pass_index: int, source: str, example_id: str
-) -> np.random.Generator:
-  """Returns the random generator of an example in a pass.
-
-  Args:
-    seed: seed of the record set.
-    pass_index: 0, 1, ..
-    source: name of the example's source.
-    example_id: id of the example within the source.
-
-  Returns:
-    A counter-based (Philox) generator with the example's key.
-  """
-  key = digest(seed, pass_index, source, example_id)
-  return np.random.Generator(np.random.Philox(key=key))

@@ -250,10 +250,8 @@ def write_shard(
       for i in (index, index + 1)
     )
     purpose = f'rows of {spec.split} shard {job.key.shard} of {spec.shards}'
-    rng = randomness.generator(
-      spec.seed, job.key.pass_index, job.part.source, purpose
-    )
-    rows = sample_rows(rows, stop - first, rng)
+    keyed = randomness.Keyed(spec.seed, job.key.pass_index, job.part.source)
+    rows = sample_rows(rows, stop - first, keyed(purpose))
   with record_writing.ShardWriter(folder, spec, job.key) as writer:
     for row in rows:
       writer.write(row)

@@ -68,9 +68,8 @@ def fake_examples(job, tokens):
       while len(list(before.rglob('*.json'))) < spec.shards:
         time.sleep(0.01)
       os.kill(os.getpid(), signal.SIGKILL)
-    rng = randomness.generator(
-      spec.seed, job.key.pass_index, spec.source, str(document)
-    )
+    keyed = randomness.Keyed(spec.seed, job.key.pass_index, spec.source)
+    rng = keyed(str(document))
     for _ in range(4):
       m, n = rng.integers(0, 12), rng.integers(1, 12)
       tokens = rng.integers(5, 600, m + n).astype(np.int32)

@@ -1,6 +1,5 @@
 """Examples of a shard: those of its documents, whichever shards there are."""
 
-import functools
 import pathlib
 
 import pytest
@@ -55,7 +54,7 @@ def test_examples_are_what_the_parts_make(tmp_path, objective):
     if document_source.in_split(document.id, 'train', 0.3, 3):
       expected += maker.examples(
         [(document.id, vocabulary.encode(document.text))],
-        functools.partial(randomness.generator, 3, 0, source),
+        randomness.Keyed(3, 0, source),
       )
   pairs = list(read(source, objective))
   assert len(pairs) > 64
