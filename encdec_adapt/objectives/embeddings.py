@@ -91,9 +91,10 @@ class Embed(example_maker.ExampleMaker):
   """Queries with positives and negatives; see the module's docstring."""
 
   options = {
-    name: example_maker.Option(int, f'{name}=N')
-    for name in ('texts', 'vectors')
-  } | {
+    'texts': example_maker.Option(
+      int, 'texts=N of at least 2', lambda texts: texts >= 2
+    ),
+    'vectors': example_maker.Option(int, 'vectors=N', lambda size: size >= 0),
     'too_long': supervised.Supervised.options['too_long'],
     **{name: supervised.text_option(name) for name in _ROLES},
   }
@@ -113,27 +114,19 @@ class Embed(example_maker.ExampleMaker):
     query: str = '',
     document: str = '',
   ):
-    """Checks the options.
+    """Takes the options.
 
     Args:
       name: name of the objective, for errors.
       lengths: row lengths; every example must fit.
       vocabulary: vocabulary of the texts.
-      texts: maximum number of texts per row.
+      texts: maximum number of texts per row, at least 2.
       vectors: size of the given vectors; 0 without.
       too_long: whether to 'drop' or 'truncate' examples longer than a row.
       query: prefix of queries.
       document: prefix of positives and negatives.
-
-    Raises:
-      UserError: `texts` is below 2, or `vectors` below 0.
     """
     super().__init__(name, lengths)
-    if texts < 2 or vectors < 0:
-      raise errors.UserError(
-        f'objective {name!r} has texts={texts} and vectors={vectors};'
-        ' an example has at least 2 texts, and a vector no size below 0.'
-      )
     self._texts, self._vectors = texts, vectors
     self._encode, self._truncates = vocabulary.encode, too_long == 'truncate'
     self._prefixes = query, document

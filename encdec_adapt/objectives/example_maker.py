@@ -38,6 +38,7 @@ class Option:
   Attributes:
     parse: parses a value; raises a ValueError if invalid.
     form: spelling of the option, for errors.
+    accepts: returns whether a parsed value is valid.
     verbatim: whether values keep surrounding spaces.
     one_vocabulary: reason why the option requires a shared vocabulary; '' if
       the sides may differ.
@@ -45,6 +46,7 @@ class Option:
 
   parse: Callable[[str], Any]
   form: str
+  accepts: Callable[[Any], bool] = lambda value: True
   verbatim: bool = False
   one_vocabulary: str = ''
 

@@ -75,20 +75,10 @@ _POISSON = 3.0  # Mean length of BART's spans.
 _KEPT, _RANDOM = 0.1, 0.1  # BERT's shares of the chosen tokens.
 
 
-def _share(text: str) -> float:
-  if not 0 < float(text) < 1:
-    raise ValueError
-  return float(text)
-
-
-def _span(text: str) -> int:
-  if int(text) < 1:
-    raise ValueError
-  return int(text)
-
-
 SHARE = 0.15  # Share of hidden tokens where no option or name sets it.
-_SHARE_OPTION = example_maker.Option(_share, 'share=NUMBER between 0 and 1')
+_SHARE_OPTION = example_maker.Option(
+  float, 'share=NUMBER between 0 and 1', lambda share: 0 < share < 1
+)
 
 
 class Noising(windows.WindowMaker):
@@ -396,7 +386,9 @@ class Meap(NextToken):
 
   options = {
     **Noising.options,
-    'span': example_maker.Option(_span, 'span=NUMBER of at least 1'),
+    'span': example_maker.Option(
+      int, 'span=NUMBER of at least 1', lambda span: span >= 1
+    ),
   }
 
   @classmethod

@@ -122,5 +122,7 @@ def _parse_objective(text: str) -> example_maker.Objective:
     if option is None or ('=' in option.form) != ('=' in entry.text):
       forms = ', '.join(option.form for option in maker.options.values())
       raise entry.error(f'is not an option of {name}; it has {forms}')
-    options[key.text] = value.read(option.parse, f'as in {option.form}')
+    options[key.text] = value.read(
+      option.parse, f'as in {option.form}', option.accepts
+    )
   return example_maker.Objective(text, maker, options)

@@ -76,12 +76,8 @@ MEAP = ('separate', 'concat', 'inputs')
 def _choice(
   name: str, values: Sequence[str], **fields: Any
 ) -> example_maker.Option:
-  # `index` raises a ValueError for unknown values.
-  return example_maker.Option(
-    lambda text: values[values.index(text)],
-    f'{name}={"|".join(values)}',
-    **fields,
-  )
+  form = f'{name}={"|".join(values)}'
+  return example_maker.Option(str, form, values.__contains__, **fields)
 
 
 def text_option(name: str) -> example_maker.Option:

@@ -48,13 +48,6 @@ from encdec_adapt.objectives import (
 )
 from encdec_adapt.tokenizers import vocabulary as vocabulary_lib
 
-
-def _tokens(text: str) -> int:
-  if int(text) < 0:
-    raise ValueError
-  return int(text)
-
-
 # `concatenate` joins the documents of a shard before windows are cut;
 # `shortest` drops shorter last windows of documents.
 OPTIONS = {
@@ -64,7 +57,7 @@ OPTIONS = {
     # Two vocabularies split text, and concatenated ids have none.
     one_vocabulary='concatenated documents are cut in the tokens of one',
   ),
-  'shortest': example_maker.Option(_tokens, 'shortest=TOKENS'),
+  'shortest': example_maker.Option(int, 'shortest=TOKENS', lambda n: n >= 0),
 }
 
 
