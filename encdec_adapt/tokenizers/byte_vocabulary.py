@@ -24,6 +24,8 @@ This module imports neither TensorFlow nor SeqIO nor jax.
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from encdec_adapt.files import paths
 from encdec_adapt.tokenizers import vocabulary
 
@@ -36,10 +38,35 @@ _SPECIALS = ('<pad>', '<eos>', '<bos>', '<mask>') + tuple(
 )
 
 
-class ByteVocabulary(vocabulary.Vocabulary):
-  """Bytes and special tokens, without files."""
+class _Bytes(vocabulary.Vocabulary):
+  """A token for each byte, and no files.
+
+  Attributes:
+    first: id of byte 0.
+  """
 
   is_of_bytes = True
+  first = 0
+
+  def _piece(self, token):
+    return f'<0x{token - self.first:02X}>'
+
+  def _encode(self, text):
+    data = np.frombuffer(text.encode('utf-8'), np.uint8)
+    return data + np.int32(self.first)
+
+  def _encode_with_boundaries(self, text):
+    ids = self._encode(text)
+    return ids, vocabulary.boundaries_of_bytes(text, [b'.'] * len(ids))
+
+  def _decode(self, ids, *, start):
+    del start
+    # A model may generate invalid UTF-8, so errors are replaced.
+    return bytes(i - self.first for i in ids).decode('utf-8', 'replace')
+
+
+class ByteVocabulary(_Bytes):
+  """Bytes and special tokens, without files."""
 
   def __init__(self, *, added_sentinels: int = 0):
     """Makes the vocabulary; see `vocabulary.Vocabulary`."""
@@ -56,25 +83,13 @@ class ByteVocabulary(vocabulary.Vocabulary):
     )
 
   def _piece(self, token):
-    return f'<0x{token:02X}>' if token < 256 else _SPECIALS[token - 256]
-
-  def _encode(self, text):
-    return list(text.encode('utf-8'))
-
-  def _encode_with_boundaries(self, text):
-    data = text.encode('utf-8')
-    return list(data), vocabulary.boundaries_of_bytes(text, [b'.'] * len(data))
-
-  def _decode(self, ids, *, start):
-    del start
-    # A model may generate invalid UTF-8, so errors are replaced.
-    return bytes(ids).decode('utf-8', 'replace')
+    return super()._piece(token) if token < 256 else _SPECIALS[token - 256]
 
 
-class ByT5Vocabulary(vocabulary.Vocabulary):
+class ByT5Vocabulary(_Bytes):
   """ByT5's bytes, special tokens and sentinels."""
 
-  is_of_bytes = True
+  first = len(_BYT5_SPECIALS)
 
   def __init__(
     self, *, files: Sequence[paths.Path] = (), added_sentinels: int = 0
@@ -82,12 +97,12 @@ class ByT5Vocabulary(vocabulary.Vocabulary):
     """Makes the vocabulary; see `vocabulary.Vocabulary`."""
     specials = {name: i for i, name in enumerate(_BYT5_SPECIALS)}
     roles = {'pad': 0, 'bos': 0, 'eos': 1, 'unk': 2}
-    first = len(specials) + 256
-    specials |= {f'<extra_id_{i}>': first + i for i in range(_BYT5_EXTRA)}
+    end = self.first + 256  # Of the bytes.
+    specials |= {f'<extra_id_{i}>': end + i for i in range(_BYT5_EXTRA)}
     super().__init__(
       str(files[0]) if files else BYT5,
       vocabulary.digest_of(BYT5, specials),
-      len(specials) + 256,
+      end + _BYT5_EXTRA,
       specials,
       roles,
       files=files,
@@ -98,7 +113,7 @@ class ByT5Vocabulary(vocabulary.Vocabulary):
     self._names |= {
       i: name
       for name, i in self.sentinel_names.items()
-      if i - len(_BYT5_SPECIALS) >= 0xF5
+      if i - self.first >= 0xF5
     }
 
   @property
@@ -109,20 +124,5 @@ class ByT5Vocabulary(vocabulary.Vocabulary):
     return names | {self.piece(i): i for i in self.sentinels[count:]}
 
   def _find_sentinels(self):
-    last = len(_BYT5_SPECIALS) + 255
+    last = self.first + 255
     return [last - i for i in range(_BYT5_SENTINELS)], {}
-
-  def _piece(self, token):
-    return f'<0x{token - len(_BYT5_SPECIALS):02X}>'
-
-  def _encode(self, text):
-    return [byte + len(_BYT5_SPECIALS) for byte in text.encode('utf-8')]
-
-  def _encode_with_boundaries(self, text):
-    ids = self._encode(text)
-    return ids, vocabulary.boundaries_of_bytes(text, [b'.'] * len(ids))
-
-  def _decode(self, ids, *, start):
-    del start
-    data = bytes(i - len(_BYT5_SPECIALS) for i in ids)
-    return data.decode('utf-8', 'replace')

@@ -402,7 +402,7 @@ class Vocabulary(abc.ABC):
     """Returns the name of a stored id; '' at a gap."""
 
   @abc.abstractmethod
-  def _encode(self, text: str) -> Sequence[int]:
+  def _encode(self, text: str) -> Sequence[int] | np.ndarray:
     """Encodes a text without lone surrogates."""
 
   @abc.abstractmethod
