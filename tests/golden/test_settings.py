@@ -31,6 +31,7 @@ from encdec_adapt.planner import programs
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import placement
 from encdec_adapt.training import losses, phases, schedules
+from encdec_adapt.training.metrics import held_out_metrics
 from tests import tiny
 from tests.golden import jobs
 
@@ -194,7 +195,8 @@ def values(settings: config_lib.Settings) -> dict:
   held_out = fill(
     job_of(settings, 'eval').program().arguments['batch'], settings.model
   )
-  ratios = metrics.ratios(
+  ratios = held_out_metrics.ratios(
+    metrics,
     device_model.model,
     device_model.attach(base, params),
     held_out,

@@ -34,7 +34,7 @@ from encdec_adapt.sharding import placement as placement_lib
 from encdec_adapt.stored import model_on_disk
 from encdec_adapt.telemetry import progress
 from encdec_adapt.training import state as state_lib
-from encdec_adapt.training.metrics import token_metrics
+from encdec_adapt.training.metrics import held_out_metrics, token_metrics
 
 TASK = 'attention'
 MASKED_SHARE = 0.15  # As in MEAP's pretraining.
@@ -237,7 +237,7 @@ def ablated_loss(
   """
   metrics = token_metrics.TargetTokens()
   with intercept(model, None, layer):
-    return metrics.ratios(model, params, batch, {})[0]
+    return held_out_metrics.ratios(metrics, model, params, batch, {})[0]
 
 
 @dataclasses.dataclass(frozen=True)

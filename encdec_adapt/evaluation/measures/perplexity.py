@@ -124,7 +124,9 @@ class Evaluator:
         frozen = {
           name: loss.Frozen(models[name], x) for name, x in references.items()
         }
-        return metrics.ratios(placement.model, params, batch, frozen)
+        return held_out_metrics.ratios(
+          metrics, placement.model, params, batch, frozen
+        )
 
     # Public: `planner` compiles it without arrays.
     self.sums = jax.jit(

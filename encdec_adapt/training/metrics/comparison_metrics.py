@@ -38,7 +38,7 @@ class Comparisons(held_out_metrics.HeldOut):
     """The references of the loss, for its scores."""
     return self.loss.references
 
-  def by_row(self, outputs, readers, batch):
+  def ratios(self, outputs, readers, batch):
     scores, values = self.loss.compare(outputs, readers, batch)
     margins = scores[:, 0] - scores[:, 1]
     lengths = jnp.sum(batch['weights'], axis=-1)  # [P, 2]

@@ -38,46 +38,43 @@ class HeldOut:
 
   def ratios(
     self,
-    model: build.Model,
-    params: loss_lib.Params,
-    batch: loss_lib.Batch,
-    frozen: Mapping[str, loss_lib.Frozen],
-  ) -> Float[Array, 'm 2 n']:
-    """Computes the metrics as ratios of sums, row by row.
-
-    Args:
-      model: the model.
-      params: its parameters.
-      batch: fields of `objectives.framing`; if `row` is [B, K], each of the K
-        segments per packed row is a row of the result.
-      frozen: the models of `references`.
-
-    Returns:
-      Numerator and denominator of every metric. Rows with a first denominator
-      of 0 do not count.
-    """
-    readers = {
-      name: functools.partial(self.loss.predict, *x)
-      for name, x in frozen.items()
-    }
-    outputs = self.loss.predict(model, params, batch)
-    ratios = self.by_row(outputs, readers, batch)
-    return jnp.stack([jnp.stack(ratio) for ratio in ratios])
-
-  def by_row(
-    self,
     outputs: loss_lib.Outputs,
     readers: loss_lib.Readers,
     batch: loss_lib.Batch,
   ) -> Iterable[tuple[Float[Array, ' n'], Float[Array, ' n']]]:
-    """Returns numerator and denominator of every metric; see `ratios`.
+    """Returns numerator and denominator of every metric, row by row.
+
+    Rows with a first denominator of 0 do not count.
 
     Args:
       outputs: outputs of the model.
       readers: function of each reference from a batch to its outputs.
-      batch: fields of `objectives.framing`.
+      batch: fields of `objectives.framing`; if `row` is [B, K], each of the K
+        segments per packed row is a row of the result.
     """
     raise NotImplementedError
+
+
+def ratios(
+  metrics: HeldOut,
+  model: build.Model,
+  params: loss_lib.Params,
+  batch: loss_lib.Batch,
+  frozen: Mapping[str, loss_lib.Frozen],
+) -> Float[Array, 'm 2 n']:
+  """Computes metrics of a batch; see `HeldOut.ratios`.
+
+  Args:
+    metrics: the metrics.
+    model: the model.
+    params: its parameters.
+    batch: fields of `objectives.framing`.
+    frozen: the models of `HeldOut.references`.
+  """
+  predict = metrics.loss.predict
+  readers = {name: functools.partial(predict, *x) for name, x in frozen.items()}
+  pairs = metrics.ratios(predict(model, params, batch), readers, batch)
+  return jnp.stack([jnp.stack(pair) for pair in pairs])
 
 
 def rank(metrics: HeldOut, value: float) -> float:

@@ -24,7 +24,7 @@ class Queries(held_out_metrics.HeldOut):
 
   loss: infonce.InfoNce
 
-  def by_row(self, outputs, readers, batch):
+  def ratios(self, outputs, readers, batch):
     values = self.loss.compare(outputs, outputs.hidden, batch)
     weight = jnp.sum(batch['weights'], axis=1)
     return [(jnp.sum(value, axis=1), weight) for value in values]

@@ -27,7 +27,7 @@ class TargetTokens(held_out_metrics.HeldOut):
 
   loss: loss_lib.Loss = cross_entropy.CrossEntropy()
 
-  def by_row(self, outputs, readers, batch):
+  def ratios(self, outputs, readers, batch):
     nats, correct = vocabulary_loss.per_token(
       outputs.hidden,
       outputs.table,
