@@ -137,7 +137,9 @@ def train(
   phases, frozen = job_lib.open_models(settings, mesh, saved)
   steps = settings.train.steps
   setup.require_space(checkpoints, phases, settings.checkpoint, steps)
-  start = start_lib.open_start(config, settings, checkpoints, saved, phases)
+  if saved is None:
+    checkpoints.check_not_lost()
+  start = start_lib.Start(config, settings, saved, phases)
 
   # -- Data --------------------------------------------------------------------
 
@@ -167,7 +169,7 @@ def train(
     settings.train,
     recipe.metrics,
     meta['config'],
-    start.saved_step,
+    saved and saved.step,
     resume_checks.report_end(
       loader.remaining, start.step, steps, distributed.log
     ),
@@ -206,7 +208,7 @@ def train(
     # Completing a save may take longer than a step's timeout.
     stack.callback(lambda: watchdog.beat(step, 'save'))
 
-    if start.saved_step is None:
+    if saved is None:
       evaluators.run(step, state)
     while (
       step < steps

@@ -18,7 +18,6 @@ from encdec_adapt.files import atomic, hub, text_lines
 from encdec_adapt.files import paths as paths_lib
 from encdec_adapt.huggingface import torch_export
 from encdec_adapt.models import parameters
-from encdec_adapt.objectives import objective_names
 from encdec_adapt.stored import model_on_disk, pretrained_files, work_directory
 from encdec_adapt.telemetry import compute_cost, environment
 
@@ -272,8 +271,9 @@ def _training(
     line += f', which reads {_names([teacher])}'
   yield f'{line}.'
   if summary:
-    (objective, *_) = objective_names.parse(data['objective'])
-    unit = 'preference' if objective.rows.answers > 1 else 'target token'
+    # Not parsed: a later version may have removed the objective of an ancestor.
+    compares = 'preferences' in data['objective']
+    unit = 'preference' if compares else 'target token'
     if 'eval_loss' in summary:
       yield (
         f'- Held-out loss {summary["eval_loss_at_step_0"]:.4f} at step 0,'

@@ -18,7 +18,7 @@ from encdec_adapt.huggingface import (
   weights,
 )
 from encdec_adapt.models import adapters as adapters_lib
-from encdec_adapt.models import model_config
+from encdec_adapt.models import heads, model_config
 from encdec_adapt.stored import (
   model_on_disk,
   pretrained_files,
@@ -67,10 +67,9 @@ def export_adapters(
   with new_folder.new_folder(values.output) as draft:
     for file, content in files.items():
       (draft / file).write_bytes(content)
-  head, outputs = stored.model.decoder.head, stored.model.decoder.outputs
-  opened = (
-    f' (as a classifier of num_labels={outputs})' if head.classifies else ''
-  )
+  decoder, opened = stored.model.decoder, ''
+  if heads.classifies(decoder.head):
+    opened = f' (as a classifier of num_labels={decoder.outputs})'
   print(
     f'{values.output}: adapters; PEFT loads them over an export of {base}'
     f'{opened}'

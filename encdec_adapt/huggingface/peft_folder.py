@@ -18,7 +18,7 @@ from encdec_adapt.base import errors
 from encdec_adapt.files import atomic, lazy_array, paths
 from encdec_adapt.huggingface import tensor_folder, weights
 from encdec_adapt.models import adapters as adapters_lib
-from encdec_adapt.models import layer_leaves, model_config
+from encdec_adapt.models import heads, layer_leaves, model_config
 
 CONFIG, WEIGHTS = 'adapter_config.json', 'adapter_model.safetensors'
 _PREFIX = 'base_model.model.'
@@ -83,7 +83,7 @@ def files(
     module = name.rpartition('.')[0].removesuffix('.lora_A')
     modules[slot.path in adapters.full].add(module.removesuffix('.lora_B'))
   model = adapters.model
-  task = 'SEQ_CLS' if model.decoder.head.classifies else 'CAUSAL_LM'
+  task = 'SEQ_CLS' if heads.classifies(model.decoder.head) else 'CAUSAL_LM'
   if model.architecture.encodes_prompt:
     task = 'SEQ_2_SEQ_LM'
   config = {

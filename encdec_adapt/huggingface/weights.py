@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from encdec_adapt.base import errors
-from encdec_adapt.models import layer_leaves, model_config
+from encdec_adapt.models import heads, layer_leaves, model_config
 
 _SUFFIXES = {'': 'weight', '_bias': 'bias'}
 _ATTENTION = {
@@ -421,7 +421,8 @@ def _weights(
   elif part == 'relative_bias':
     name = layout.bias and f'{layout.stacks[stack]}{layout.bias}'
   elif part == 'head':
-    name = _SCORE if config.stacks[stack].head.classifies else layout.head
+    scores = heads.classifies(config.stacks[stack].head)
+    name = _SCORE if scores else layout.head
   elif stack in layout.embedder:
     theirs = 'eoi_embedding' if inner == ['eoi'] else 'weight'
     name = f'{layout.embedder[stack]}{theirs}'

@@ -34,7 +34,6 @@ class Head:
     module: module of its output table in the stack; '' for none.
     fresh: modules without weights in other heads; initialised newly.
     predicts_tokens: whether its outputs are tokens.
-    classifies: whether other libraries have it as a sequence classifier.
     models: supported values of `config.model.kind`.
   """
 
@@ -42,7 +41,6 @@ class Head:
   module: ClassVar[str] = ''
   fresh: ClassVar[tuple[str, ...]] = ()
   predicts_tokens: ClassVar[bool] = False
-  classifies: ClassVar[bool] = False
   models: ClassVar[tuple[str, ...]] = ()
 
   @property
@@ -108,7 +106,6 @@ class Labels(Head):
   """Logits over the labels of a classifier."""
 
   kind: str = dataclasses.field(default='labels', init=False)
-  classifies: ClassVar[bool] = True
   module: ClassVar[str] = 'head'
   fresh: ClassVar[tuple[str, ...]] = ('head',)
   models: ClassVar[tuple[str, ...]] = ('decoder_only', 'encoder_only')
@@ -142,7 +139,6 @@ class Reward(Head):
   """
 
   kind: str = dataclasses.field(default='reward', init=False)
-  classifies: ClassVar[bool] = True
   module: ClassVar[str] = 'head'
   fresh: ClassVar[tuple[str, ...]] = ('head',)
   models: ClassVar[tuple[str, ...]] = tuple(
@@ -224,3 +220,8 @@ class Embedding(Head):
 BY_KIND: dict[str, type[Head]] = {
   head().kind: head for head in (Tokens, Labels, Reward, Embedding)
 }
+
+
+def classifies(head: Head) -> bool:
+  """Returns whether other libraries load a head as a sequence classifier."""
+  return isinstance(head, (Labels, Reward))

@@ -20,38 +20,77 @@ from encdec_adapt.training import phases as phases_lib
 from encdec_adapt.training import setup
 from encdec_adapt.training import state as state_lib
 from encdec_adapt.training.jobs import job as job_lib
-from encdec_adapt.training.jobs import job_models, job_sources
+from encdec_adapt.training.jobs import job_sources
 from encdec_adapt.training.jobs import trained as trained_lib
 
 
 class Start:
-  """Base class of starts.
+  """Start of a job.
 
   Attributes:
-    saved_step: step of the checkpoint to resume from; None for a new job.
+    saved: the checkpoint to resume from; None for a new job.
     step: the first step.
     cost: totals of the job up to that step.
     base: frozen base of adapters; None without adapters.
   """
 
-  saved_step: int | None = None
-  step = 0
-  cost: compute_cost.Cost
-  base: frozen_base.FrozenBase | None
-
   def __init__(
     self,
     config: ml_collections.ConfigDict,
     settings: config_lib.Settings,
+    saved: manager.Checkpoint | None,
     phases: phases_lib.Phases,
   ):
-    """Keeps the job's configuration with the resolved section `compute`."""
-    self._settings, self._phases = settings, phases
-    self._config = config_lib.with_compute(config, self._compute)
+    """Opens the sources, or the checkpoint, and checks them.
 
-  @property
-  def _compute(self) -> execution.ComputeConfig:
-    return self._phases.placement.model.compute
+    Args:
+      config: the configuration.
+      settings: the validated configuration.
+      saved: the newest checkpoint of the job; None for a new job.
+      phases: the phases of the job.
+
+    Raises:
+      UserError: see `job_sources` for a new job; or the configuration, the
+        state or the base of adapters differs from the checkpoint.
+    """
+    self._settings, self._phases, self.saved = settings, phases, saved
+    self._compute = phases.placement.model.compute
+    self._config = config_lib.with_compute(config, self._compute)
+    self._meta = saved.read_meta() if saved else {}
+    self.step, self.base = saved.step if saved else 0, None
+    if not saved:
+      self.cost = compute_cost.Cost()
+      self._sources = job_sources.open_sources(
+        settings.init, self._compute, phases.placement
+      )
+      self._sources.check(settings, phases)
+      self.base = self._sources.base
+      return
+    resume_checks.check_config(
+      self._meta, self._config.to_dict(), distributed.log
+    )
+    saved.require_same(phases.abstract_saved(saved.step))
+    if phases.placement.adapters:
+      moved = settings.init.encoder
+      self.base = frozen_base.reopen(self._meta, moved, phases.placement)
+    self.cost = compute_cost.Cost(**saved.read_data())
+
+  def check_rows(self, records: record_sets.RecordSet) -> None:
+    """Checks that a saved position refers to the same rows.
+
+    Raises:
+      UserError: see `resume_checks.check_same_rows`.
+    """
+    if self.saved:
+      resume_checks.check_same_rows(
+        self._meta['order'],
+        self._order(records),
+        self.cost.rows_of_parts,
+        records.ranges,
+      )
+
+  def _order(self, records: record_sets.RecordSet) -> dict[str, Any]:
+    return {'records': records.digests, 'seed': self._settings.seed}
 
   def begin(
     self, job: job_lib.Job, made_by: Mapping[str, str]
@@ -83,18 +122,26 @@ class Start:
     fingerprint = setup.fingerprint(job.placement.mesh)
     # The first step donates the state's buffers: another reference to the
     # parameters would keep a second copy in memory.
-    state, costs = self._read(job, fingerprint)
+    if self.saved:
+      state, costs = self._restore(fingerprint), self._meta['sources']
+    else:
+      state, costs = self._read_sources(job)
     params, digests = job.frozen.read(self.base, base)
     if stored := job.loader.stored_teacher:
       digests['teacher'] = stored.digest
-    self._check_references(digests)
+    resume_checks.check_same_references(self._meta, {'references': digests})
     trained = trained_lib.Trained(
       job.phases, job.resolved.schedule, base, params
     )
-    config, chosen = self._config, self._saved_remat()
+    config, chosen = self._config, None
     if self._compute.remat == execution.AUTO:
       trained, chosen = trained.with_remat(job, state)
       config = config_lib.with_compute(config, trained.compute)
+    elif (
+      self.saved
+      and self._meta['config']['compute']['remat'] == self._compute.remat
+    ):
+      chosen = self._meta.get('remat')
     meta = {
       'config': config.to_dict(),
       'environment': environment.report(),
@@ -103,7 +150,7 @@ class Start:
       'order': self._order(job.data.train),
       'sources': costs,
       'references': digests,
-      'remat': chosen,
+      'remat': chosen,  # Describes the choice of 'auto'.
       **described,
     }
     if distributed.is_lead():
@@ -112,67 +159,22 @@ class Start:
       )
     return state, trained, meta
 
-  def _order(self, records: record_sets.RecordSet) -> dict[str, Any]:
-    return {'records': records.digests, 'seed': self._settings.seed}
-
-  def check_rows(self, records: record_sets.RecordSet) -> None:
-    """Checks that the saved position refers to the same rows."""
-
-  def _read(
-    self, job: job_lib.Job, fingerprint: Mapping[str, Any]
-  ) -> tuple[state_lib.TrainState, dict[str, Any]]:
-    """Returns the state, and the costs of sources and references."""
-    raise NotImplementedError
-
-  def _check_references(self, digests: Mapping[str, str]) -> None:
-    """Checks that the frozen models are unchanged."""
-
-  def _saved_remat(self) -> str | None:
-    """Returns the saved text on the choice of 'auto', if the policy is kept."""
-    return None
-
-
-class FromSources(Start):
-  """Start of a new job at step 0."""
-
-  def __init__(
-    self,
-    config: ml_collections.ConfigDict,
-    settings: config_lib.Settings,
-    phases: phases_lib.Phases,
-  ):
-    """Opens the sources and checks them.
-
-    Args:
-      config: the configuration.
-      settings: the validated configuration.
-      phases: the phases of the job.
-
-    Raises:
-      UserError: see `job_sources`.
-    """
-    super().__init__(config, settings, phases)
-    self.cost = compute_cost.Cost()
-    self._sources = job_sources.open_sources(
-      settings.init, self._compute, phases.placement
+  def _restore(self, fingerprint: Mapping[str, Any]) -> state_lib.TrainState:
+    resume_checks.report_environment(
+      self._meta, {'fingerprint': fingerprint}, distributed.log
     )
-    self._sources.check_files(settings.data.vocabularies)
-    if settings.recipe.sampling:
-      for source in self._sources.models:
-        job_models.check_positions(
-          source,
-          settings.model.architecture,
-          settings.recipe.rows.lengths,
-          'source',
-        )
-    self._sources.check_optimizer(phases)
-    self.base = self._sources.base
+    state = self.saved.restore(self._phases.abstract_saved(self.step))
+    distributed.log(f'resuming at step {self.step}')
+    return state
 
-  def _read(
-    self, job: job_lib.Job, fingerprint: Mapping[str, Any]
+  def _read_sources(
+    self, job: job_lib.Job
   ) -> tuple[state_lib.TrainState, dict[str, Any]]:
-    """Creates the initial state and writes the initial run artifacts."""
-    del fingerprint
+    """Creates the initial state and writes the initial run artifacts.
+
+    Returns:
+      The state, and the costs of sources and references.
+    """
     models, coverage = self._sources.models, self._sources.coverage
     ancestors = [*models, *(x.source for x in job.frozen.references.values())]
     costs = compute_cost.read_sources({x.name: x.path for x in ancestors})
@@ -191,94 +193,3 @@ class FromSources(Start):
         job.data.vocabularies,
       )
     return state, costs
-
-
-class FromCheckpoint(Start):
-  """Start of a resumed job."""
-
-  def __init__(
-    self,
-    config: ml_collections.ConfigDict,
-    settings: config_lib.Settings,
-    phases: phases_lib.Phases,
-    saved: manager.Checkpoint,
-  ):
-    """Checks that the job can resume from its checkpoint.
-
-    Args:
-      config: the configuration.
-      settings: the validated configuration.
-      phases: the phases of the job.
-      saved: the checkpoint.
-
-    Raises:
-      UserError: the configuration, the state or the base of adapters differs.
-    """
-    super().__init__(config, settings, phases)
-    self.step = self.saved_step = saved.step
-    self._checkpoint, self._meta = saved, saved.read_meta()
-    resume_checks.check_config(
-      self._meta, self._config.to_dict(), distributed.log
-    )
-    self._shapes = phases.abstract_saved(saved.step)
-    saved.require_same(self._shapes)
-    self.base = None
-    if phases.placement.adapters:
-      moved = settings.init.encoder
-      self.base = frozen_base.reopen(self._meta, moved, phases.placement)
-    self.cost = compute_cost.Cost(**saved.read_data())
-
-  def check_rows(self, records: record_sets.RecordSet) -> None:
-    """Checks that the saved position refers to the same rows."""
-    resume_checks.check_same_rows(
-      self._meta['order'],
-      self._order(records),
-      self.cost.rows_of_parts,
-      records.ranges,
-    )
-
-  def _check_references(self, digests: Mapping[str, str]) -> None:
-    now = {'references': digests}
-    resume_checks.check_same_references(self._meta, now)
-
-  def _saved_remat(self) -> str | None:
-    same = self._meta['config']['compute']['remat'] == self._compute.remat
-    return self._meta.get('remat') if same else None
-
-  def _read(
-    self, job: job_lib.Job, fingerprint: Mapping[str, Any]
-  ) -> tuple[state_lib.TrainState, dict[str, Any]]:
-    """Restores the state."""
-    del job
-    resume_checks.report_environment(
-      self._meta, {'fingerprint': fingerprint}, distributed.log
-    )
-    state = self._checkpoint.restore(self._shapes)
-    distributed.log(f'resuming at step {self.step}')
-    return state, self._meta['sources']
-
-
-def open_start(
-  config: ml_collections.ConfigDict,
-  settings: config_lib.Settings,
-  checkpoints: manager.Checkpoints,
-  saved: manager.Checkpoint | None,
-  phases: phases_lib.Phases,
-) -> Start:
-  """Opens the start of a job.
-
-  Args:
-    config: the configuration.
-    settings: the validated configuration.
-    checkpoints: the checkpoints of the job.
-    saved: the newest of them; None for a new job.
-    phases: the phases of the job.
-
-  Raises:
-    UserError: see `FromSources` and `FromCheckpoint`, or all checkpoints are
-      damaged.
-  """
-  if saved:
-    return FromCheckpoint(config, settings, phases, saved)
-  checkpoints.check_not_lost()
-  return FromSources(config, settings, phases)

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from encdec_adapt import config as config_lib
 from encdec_adapt.adaptation import coverage as coverage_lib
 from encdec_adapt.adaptation import init_section, recipes, weight_plan
 from encdec_adapt.base import errors
@@ -73,30 +74,42 @@ class Sources:
     target = self.placement.model.config
     return model_config.source_stack(target, self.models[0].model)
 
-  def check_files(self, choice: vocabulary_pair.Choice) -> None:
-    """Checks the sources' tokenizers and the files that an export copies.
+  def check(
+    self, settings: config_lib.Settings, phases: phases_lib.Phases
+  ) -> None:
+    """Checks tokenizers, files for exports, positions and optimizer state.
 
     Args:
-      choice: the vocabularies of the job.
+      settings: the validated configuration.
+      phases: the phases of the job.
 
     Raises:
-      UserError: a source was trained with another vocabulary, or a file is
-        damaged.
+      UserError: a source was trained with another vocabulary, a file is
+        damaged, a source of a sampled model has too few positions, or the
+        optimizer state cannot be carried over (`carried_state`).
     """
     pretrained_files.check(self.pretrained_folders)
     if self.models:
-      sources = {'encoder': self.models[0], 'decoder': self.models[-1]}
-      # Keyed by source and vocabulary, so that a shared source is checked and
-      # reported once. Reversed, so that errors name the first stack.
-      sides = list(self.placement.model.config.stacks)
-      if len(sides) == 1:
-        sides = [self._stack]
-      pairs = {
-        (sources[side].path, choice.path(side)): side
-        for side in reversed(sides)
-      }
-      for side in pairs.values():
-        job_models.check_vocabulary(sources[side], choice, side)
+      self._check_vocabularies(settings.data.vocabularies)
+    if settings.recipe.sampling:
+      kind, lengths = settings.model.architecture, settings.recipe.rows.lengths
+      for source in self.models:
+        job_models.check_positions(source, kind, lengths, 'source')
+    if self.init.optimizer == 'source':
+      carried_state.check(*self._carried, phases)
+
+  def _check_vocabularies(self, choice: vocabulary_pair.Choice) -> None:
+    sources = {'encoder': self.models[0], 'decoder': self.models[-1]}
+    # Keyed by source and vocabulary, so that a shared source is checked and
+    # reported once. Reversed, so that errors name the first stack.
+    sides = list(self.placement.model.config.stacks)
+    if len(sides) == 1:
+      sides = [self._stack]
+    pairs = {
+      (sources[side].path, choice.path(side)): side for side in reversed(sides)
+    }
+    for side in pairs.values():
+      job_models.check_vocabulary(sources[side], choice, side)
 
   def read(self, seed: int) -> base_model.Params:
     """Reads or initialises the parameters, sharded from the start.
@@ -129,14 +142,6 @@ class Sources:
       return recipes.fill(target, self.coverage, *pairs, rng=rng)
 
     return self.placement.place(fill, rng, *params)
-
-  def check_optimizer(self, phases: phases_lib.Phases) -> None:
-    """Checks that the optimizer state can be carried over, if requested.
-
-    See `carried_state`.
-    """
-    if self.init.optimizer == 'source':
-      carried_state.check(*self._carried, phases)
 
   @property
   def _carried(self) -> tuple[Any, ...]:
