@@ -115,6 +115,7 @@ setuptools.setup(
     'encdec_adapt': ['py.typed'],
     'encdec_adapt.configs': ['README.md', 'decoders/**', 'studies/**'],
     'encdec_adapt.exchange': ['model_card.jinja'],
+    'encdec_adapt.lab': ['report.jinja'],
     'encdec_adapt.planner': ['calibration.json'],
     'encdec_adapt.server': ['page.html'],
   },

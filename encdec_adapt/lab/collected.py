@@ -51,6 +51,11 @@ class Run:
   scores: Mapping[str, Sequence[results_store.Score]] = _mapping()
   generated: int = 0
 
+  @property
+  def all_scores(self) -> list[results_store.Score]:
+    """The scores of all evaluations."""
+    return [score for scores in self.scores.values() for score in scores]
+
   def score(
     self, metric: str, evaluation: pages.Evaluation
   ) -> results_store.Score | None:

@@ -1,7 +1,7 @@
 """Tables of scores, comparisons and costs of models.
 
 A table is a list of rows, mappings from the same column names to text, rendered
-by `text` and `html_report`. The inputs are scores: no model is read here.
+by `text` and `report.jinja`. The inputs are scores: no model is read here.
 """
 
 from collections.abc import Container, Iterable, Mapping, Sequence

@@ -8,7 +8,6 @@ collected results (`collected.Collected`). `report.json` has `study`, `title`,
 
 from collections.abc import Iterable, Iterator, Mapping
 import functools
-import html
 import math
 import os
 import pathlib
@@ -114,18 +113,21 @@ class _Page:
     self._collected, self._folder, self._root = collected, folder, root
     self._study, self._models = collected.study, collected.models
     self._styles = report_figures.styles(self._models)
+    self._html = html_report.blocks()
+    self._figure = functools.partial(html_report.figure, folder)
     self.results = [
       claim_results.result(collected, x) for x in self._study.claims
     ]
     self.notes = [*self._notes()]
+    # Seeds share a shape: the first measurement stands for all.
+    runs = {x.model: x for x in collected.runs[::-1] if x.generated}
+    self._generated = max((x.generated for x in runs.values()), default=0)
+    self._measured = {x: runs[x].all_scores for x in self._models if x in runs}
+    self._costs = score_tables.costs(self._measured)
 
   def render(self) -> str:
     """Draws the figures and returns the page."""
-    collected = self._collected
-    costs = [
-      {'model': name, **inference_cost.describe(x)}
-      for name, x in self._costs[0].items()
-    ]
+    collected, html = self._collected, self._html
     names = 'name', 'status', 'starts', 'command'
     stages = [
       {name: x[name] for name in names}
@@ -134,26 +136,29 @@ class _Page:
     ]
     sections = {
       'Claims': self._claims(),
-      'Findings': html_report.items(self.findings),
-      'Measures': html_report.table(collected.table),
+      'Findings': html.items(self.findings),
+      'Measures': html.table(collected.table),
       'Loss': self._curves(),
       'Quality against cost': self._quality(),
       'Before and after': self._scatter(),
-      'Needles': self._needles(),
-      'Scores': ''.join(map(self._scores, self._study.evaluations)),
-      'Differences between models': html_report.table(
+      'Needles': html_report.needles(
+        self._folder,
+        retrieval_scores.grids(
+          {x: collected.of(x)[0].all_scores for x in self._models}
+        ),
+      ),
+      'Scores': html.join(map(self._scores, self._study.evaluations)),
+      'Differences between models': html.table(
         claim_results.differences(collected, self._models)
       ),
-      'Training': html_report.table(self._training(self._models)),
-      'Inference': html_report.table(costs),
-      'Continuations': ''.join(map(_sample, collected.samples)),
-      'Commands': html_report.folded(
-        f'{len(stages)} stages', html_report.table(stages)
-      ),
-      'Text': html_report.facts(collected.text),
-      'Environment': html_report.facts(collected.environment),
+      'Training': html.table(self._training(self._models)),
+      'Inference': html.table(score_tables.cost_rows(self._measured)),
+      'Continuations': html.join(map(self._sample, collected.samples)),
+      'Commands': html.folded(f'{len(stages)} stages', html.table(stages)),
+      'Text': html.facts(collected.text),
+      'Environment': html.facts(collected.environment),
     }
-    return html_report.page(self._study.title, self.notes, sections)
+    return html.page(self._study.title, self.notes, sections)
 
   def _notes(self) -> Iterator[str]:
     study, took = self._study, progress.format_seconds(self._collected.seconds)
@@ -189,7 +194,7 @@ class _Page:
       if (score := run.score(metric, evaluation))
       and not math.isfinite(score.value)
     ]
-    texts += inference_cost.notes(*self._costs)
+    texts += inference_cost.notes(self._costs, self._generated)
     return [*texts, *self._collected.notes]
 
   def _inputs(self, evaluation: Evaluation) -> str:
@@ -246,26 +251,8 @@ class _Page:
     scores = self._reported(model, metric, evaluation)
     return statistics.fmean(x.value for x in scores) if scores else None
 
-  @functools.cached_property
-  def _costs(self) -> tuple[dict[str, dict[str, float]], int]:
-    """Returns the measured cost of every model, and the generated tokens."""
-    # Seeds share a shape: the first measurement stands for all.
-    runs = {x.model: x for x in self._collected.runs[::-1] if x.generated}
-    costs = score_tables.costs(
-      {
-        name: [score for x in runs[name].scores.values() for score in x]
-        for name in self._models
-        if name in runs
-      }
-    )
-    return costs, max((run.generated for run in runs.values()), default=0)
-
-  def _draw(self, file: str, name: str, *args: Any, **options: Any) -> str:
-    path = self._folder / f'{file}.png'
-    return html_report.figure(path, name, *args, **options)
-
   def _claims(self) -> str:
-    drawn, rows, details = [], [], ''
+    drawn, rows, details, html = [], [], [], self._html
     for i, x in enumerate(self.results, 1):
       cells = claim_tables.row(x)
       # On one line.
@@ -274,50 +261,55 @@ class _Page:
       if x.effect is not None:
         drawn.append((f'{i}. {x.claim.sentence}', *x.drawn))
       names = dict.fromkeys(x.claim.contrast)
-      details += html_report.folded(
-        f'{i}. What differs between {", ".join(names)}, and what they cost',
-        html_report.table(claim_results.differences(self._collected, names))
-        + html_report.table(self._training(names)),
+      details.append(
+        html.folded(
+          f'{i}. What differs between {", ".join(names)}, and what they cost',
+          html.table(claim_results.differences(self._collected, names))
+          + html.table(self._training(names)),
+        )
       )
     image = ''
     if drawn:
       draw = report_figures.draw_claims
-      image = self._draw('claims', 'effects of the claims', draw, drawn)
-    return html_report.wide(image) + html_report.table(rows) + details
+      image = self._figure('claims', 'effects of the claims', draw, drawn)
+    return html.join([html.wide(image), html.table(rows), *details])
 
   def _training(self, models: Iterable[str]) -> list[dict[str, Any]]:
     prompt, generated = self._collected.request
-    request = f'FLOPs of a request of {prompt} + {generated}'
+    counts = {
+      'parameters': 'parameters',
+      'without tables': 'without tables',
+      'steps': 'steps',
+      'tokens read': 'total_tokens',
+      'in the loss': 'target_tokens',
+    }
+    flops = {
+      'FLOPs': 'flops',
+      'with sources and teacher': 'inclusive',
+      f'FLOPs of a request of {prompt} + {generated}': 'FLOPs',
+      'published convention': 'FLOPs, published',
+    }
     rows = []
     for name in models:
       if not (runs := self._collected.of(name)):
         continue
-      rates = dict.fromkeys(run.summary.get('learning_rate') for run in runs)
-      counts = {
-        'parameters': lambda x: x.counts['parameters'],
-        'without tables': lambda x: x.counts['without tables'],
-        'steps': lambda x: x.summary['steps'],
-        'tokens read': lambda x: x.summary['total_tokens'],
-        'in the loss': lambda x: x.summary['target_tokens'],
+      values = [
+        {**x.summary, **x.counts, 'inclusive': x.summary['inclusive']['flops']}
+        for x in runs
+      ]
+      mean = {
+        key: statistics.fmean(x.get(key, math.nan) for x in values)
+        for key in (*counts.values(), *flops.values(), 'seconds')
       }
-      flops = {
-        'FLOPs': lambda x: x.summary['flops'],
-        'with sources and teacher': lambda x: x.summary['inclusive']['flops'],
-        request: lambda x: x.counts.get('FLOPs', math.nan),
-        'published convention': (
-          lambda x: x.counts.get('FLOPs, published', math.nan)
-        ),
-      }
-      mean = lambda f, runs=runs: statistics.fmean(map(f, runs))  # noqa: E731
-      seconds = mean(lambda x: x.summary['seconds'])
+      rates = dict.fromkeys(x.get('learning_rate') for x in values)
       rows.append(
         {
           'model': name,
-          'runs': html_report.Markup(' '.join(map(self._link, runs))),
-          **{label: numbers.count(mean(f)) for label, f in counts.items()},
+          'runs': self._html.join(map(self._link, runs)),
+          **{x: numbers.count(mean[key]) for x, key in counts.items()},
           'learning rate': ', '.join(f'{x:g}' for x in rates if x),
-          **{label: f'{mean(f):.3g}' for label, f in flops.items()},
-          'time': progress.format_seconds(seconds),
+          **{x: f'{mean[key]:.3g}' for x, key in flops.items()},
+          'time': progress.format_seconds(mean['seconds']),
         }
       )
     return rows
@@ -325,27 +317,27 @@ class _Page:
   def _link(self, run: Run) -> str:
     text = 'run' if run.seed is None else str(run.seed)
     if paths.is_bucket(self._root) or paths.is_bucket(run.folder):
-      return html.escape(run.folder)
-    link = html.escape(os.path.relpath(run.folder, self._root))
-    return f'<a href="{link}">{text}</a>'
+      return run.folder
+    return self._html.link(os.path.relpath(run.folder, self._root), text)
 
   def _curves(self) -> str:
-    text, axes = '', {'target_tokens': 'target tokens'}
+    images, axes = [], {'target_tokens': 'target tokens'}
     axes['flops'] = 'training FLOPs, with sources and teacher'
     for evaluation in self._study.evaluations:
       curves, finals = self._losses(evaluation)
       if curves:
         marks = self._marks(evaluation)
-        text += html_report.figures(
-          self._draw(
+        images += [
+          self._figure(
             f'{evaluation.name}_{axis}',
             f'{evaluation.name}: loss against {label}',
             report_figures.draw_curves,
             *(curves, finals, marks, axis, label, self._styles),
           )
           for axis, label in axes.items()
-        )
-    return text and text + html_report.paragraph(_CURVES)
+        ]
+    figures = self._html.figures(images)
+    return figures and figures + self._html.paragraphs([_CURVES])
 
   def _losses(
     self, evaluation: Evaluation
@@ -386,11 +378,11 @@ class _Page:
     return marks
 
   def _quality(self) -> str:
-    costs, generated = self._costs
     costs = {
-      x: inference_cost.per_query(y, generated) for x, y in costs.items()
+      name: inference_cost.per_query(x, self._generated)
+      for name, x in self._costs.items()
     }
-    text = ''
+    figures = []
     for evaluation in self._study.evaluations:
       metric, quality = evaluation.metrics[0], {}
       for name in costs:
@@ -401,10 +393,12 @@ class _Page:
       if len(quality) > 1 and not metric.startswith(inference_cost.TASK):
         lower = score_tables.lower_is_better(metric.rpartition('/')[2])
         label = f'{evaluation.name}: {metric}'
-        text += html_report.cost_figures(
-          self._folder, label, quality, costs, self._styles, lower
+        figures.append(
+          html_report.cost_figures(
+            self._folder, label, quality, costs, self._styles, lower
+          )
         )
-    return text
+    return self._html.join(figures)
 
   def _scatter(self) -> str:
     groups: dict[Any, dict[str, list[tuple[float, float]]]] = {}
@@ -443,14 +437,14 @@ class _Page:
         for name, y in points.items()
       }
       images.append(
-        self._draw(
+        self._figure(
           f'scatter_{len(images)}',
           ' and '.join(labels),
           report_figures.draw_points,
           *(means, labels, self._styles, title),
         )
       )
-    return html_report.figures(images)
+    return self._html.figures(images)
 
   def _start(self, run: Run) -> Run | None:
     names = pages.placeholders(run.values.get('init.encoder', ''))
@@ -460,13 +454,6 @@ class _Page:
       if self._study.stage_of(x.model, x.seed) in names
     )
     return next(sources, None)
-
-  def _needles(self) -> str:
-    scores = {
-      name: [x for y in self._collected.of(name)[0].scores.values() for x in y]
-      for name in self._models
-    }
-    return html_report.needles(self._folder, retrieval_scores.grids(scores))
 
   def _scores(self, evaluation: Evaluation) -> str:
     scores = {
@@ -482,7 +469,13 @@ class _Page:
         metric = f'{task}/{metric}'
         values = [x.value for x in self._reported(name, metric, evaluation)]
         rows[-1][metric] = numbers.values(values) if values else ''
-    return html_report.table(rows) if rows and len(rows[0]) > 1 else ''
+    return self._html.table(rows) if rows and len(rows[0]) > 1 else ''
+
+  def _sample(self, sample: Mapping[str, Any]) -> str:
+    fields = ('log_prob', 'tokens', 'reward')
+    scores = ', '.join(f'{x} {sample[x]:.4g}' for x in fields if x in sample)
+    text = self._html.code(sample['prompt'], sample['continuation'])
+    return text + self._html.paragraphs([scores])
 
 
 def _rate(name: str, losses: Mapping[str, float]) -> str:
@@ -499,13 +492,3 @@ def _rate(name: str, losses: Mapping[str, float]) -> str:
     edge, beyond = edges[best]
     text += f', the {edge} tried: a {beyond} one may be better'
   return f'{text}.'
-
-
-def _sample(sample: Mapping[str, Any]) -> str:
-  fields = ('log_prob', 'tokens', 'reward')
-  scores = ', '.join(f'{x} {sample[x]:.4g}' for x in fields if x in sample)
-  return (
-    f'<pre><span>{html.escape(sample["prompt"])}</span>'
-    f'{html.escape(sample["continuation"])}</pre>\n'
-    + html_report.paragraph(scores)
-  )
