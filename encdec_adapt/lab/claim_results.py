@@ -5,7 +5,7 @@ verdict once no seed is missing. A model without seeds, such as an imported one,
 is compared with every seed of the other arm. No model is read here.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 import dataclasses
 import math
 from typing import Any
@@ -62,15 +62,10 @@ class Result:
   note: str = ''
 
   @property
-  def is_crossing(self) -> bool:
-    """Whether the effect is a ratio of tokens."""
-    return self.claim.metric == pages.CROSSING
-
-  @property
   def contrast(self) -> str:
     """The metric and the contrast, as text."""
     names, text = self.claim.contrast, '{1} - {0}'
-    if self.is_crossing:
+    if self.claim.is_crossing:
       text = 'tokens of {1} to the loss of {0}, over its tokens'
     elif len(names) == 4:
       text = '({1} - {0}) - ({3} - {2})'
@@ -90,18 +85,17 @@ class Result:
 
   def _text(self, value: float) -> str:
     # Two digits of the smallest relevant difference.
-    unit = self.claim.smallest - self.is_crossing
+    unit = self.claim.smallest - self.claim.is_crossing
     digits = max(0, 1 - math.floor(math.log10(unit)))
-    return f'{value:{"" if self.is_crossing else "+"}.{digits}f}'
+    return f'{value:{"" if self.claim.is_crossing else "+"}.{digits}f}'
 
   @property
   def drawn(self) -> tuple[str | float | None, ...]:
     """Verdict, effect and bounds, for `report_figures.draw_claims`."""
-    claim, scale = self.claim, math.log if self.is_crossing else float
+    claim, scale = self.claim, _scale(self.claim)
     sign = -1 if claim.direction == 'less' else 1
     if claim.direction == 'no better':  # Worse points right.
-      metric = claim.metric.rpartition('/')[2]
-      sign = 1 if score_tables.lower_is_better(metric) else -1
+      sign = 1 if score_tables.lower_is_better(claim.metric) else -1
     scaled = (
       None if x is None else sign * scale(x) / scale(claim.smallest)
       for x in (self.effect, self.low, self.high)
@@ -131,6 +125,10 @@ class Result:
     return f'{text} {self.contrast}: {size}, of {self.over}.'
 
 
+def _scale(claim: pages.Claim) -> Callable[[float], float]:
+  return math.log if claim.is_crossing else float
+
+
 def level(claim: pages.Claim, study: pages.Study) -> float:
   """Returns the level of the interval of a claim."""
   primary = sum(x.primary for x in study.claims)
@@ -145,9 +143,8 @@ def planned_power(
   Returns:
     None with a single seed, or without variances of other studies.
   """
-  seeds = max(len(study.seeds_of(name)) for name in claim.contrast)
-  metric = pages.LOSS if claim.metric == pages.CROSSING else claim.metric
-  page, name = study.origin(study.evaluation_of(metric, claim.contrast))
+  seeds, evaluation = study.planned_seeds(claim), study.evaluation_for(claim)
+  page, name = study.origin(evaluation)
   planned = variances.planned(
     configs.path('studies/variances.json'),
     f'{name}/{claim.metric}',
@@ -191,57 +188,65 @@ def interval(
   if all(score.scores for arm in arms for score in arm):
     return contrasts.interval(arms, confidence)
   values = np.array([[score.value for score in arm] for arm in arms])
-  sums = contrasts.SIGNS[len(arms)] @ values
-  return crossed_intervals.interval(sums[:, None], np.ones(1), confidence)
+  return _over_seeds(contrasts.SIGNS[len(arms)] @ values, confidence)
+
+
+def _over_seeds(
+  values: np.ndarray, confidence: float
+) -> crossed_intervals.Interval:
+  return crossed_intervals.interval(values[:, None], np.ones(1), confidence)
 
 
 def result(collected: Collected, claim: pages.Claim) -> Result:
   """Returns the result of a claim."""
-  study = collected.study
-  empty = Result(claim, level(claim, study))
-  if claim.withdrawn:
-    return dataclasses.replace(empty, note=f'withdrawn: {claim.withdrawn}')
-  metric = pages.LOSS if empty.is_crossing else claim.metric
-  evaluation = study.evaluation_of(metric, claim.contrast)
-  planned = max(len(study.seeds_of(name)) for name in claim.contrast)
-  planned = max(planned, 1) if evaluation.all_seeds else 1
-  layout = [_runs(collected, claim, i) for i in range(planned)]
+  study, effect = collected.study, {}
+  confidence = level(claim, study)
+  metric, evaluation = claim.measured, study.evaluation_for(claim)
+  planned = max(study.planned_seeds(claim), 1) if evaluation.all_seeds else 1
   complete = [
     runs
-    for runs in layout
+    for runs in (_runs(collected, claim, i) for i in range(planned))
     if all(run and reported(run, metric, evaluation) for run in runs)
   ]
-  note = ''
-  if len(complete) < planned:
+  note = verdict = ''
+  if claim.withdrawn:
+    complete, note = [], f'withdrawn: {claim.withdrawn}'
+  elif len(complete) < planned:
     note = f'{len(complete)} of {planned} seeds are there'
-  if not complete:
-    return dataclasses.replace(empty, note=note)
-  try:
-    if empty.is_crossing:
-      x = _crossing(collected, empty, evaluation, complete)
-    else:
-      x = _difference(empty, evaluation, complete)
-  except errors.UserError as error:
-    return dataclasses.replace(empty, note=str(error))
-  if x.effect is None:
-    return x
-  if x.seeds == 1:
-    # An interval over groups alone would ignore the seeds.
-    note = note or 'a single seed: no interval over seeds and no verdict'
-    return dataclasses.replace(x, low=None, high=None, note=note)
-  if note or not claim.primary:
-    return dataclasses.replace(x, note=note or 'not primary: no verdict')
-  power = planned_power(claim, study)
-  is_low = power is not None and power.reproduced < verdicts.ENOUGH
-  scale = math.log if x.is_crossing else float
-  verdict = verdicts.verdict(
-    claim.direction,
-    *(scale(bound) for bound in (claim.smallest, x.low, x.high)),
-    lower_is_better=score_tables.lower_is_better(metric.rpartition('/')[2]),
-  )
-  return dataclasses.replace(
-    x, verdict=verdict, note='low power' if is_low else ''
-  )
+  if complete:
+    try:
+      if claim.is_crossing:
+        effect = _crossing(collected, evaluation, complete, confidence)
+      else:
+        arms = [
+          [reported(run, metric, evaluation) for run in runs]
+          for runs in zip(*complete, strict=True)
+        ]
+        x = interval(arms, confidence)
+        effect = {'effect': x.effect, 'low': x.low, 'high': x.high}
+        effect['seeds'] = x.seeds
+        if arms[0][0].scores:
+          effect |= {'groups': x.groups, 'effective': x.effective_groups}
+    except errors.UserError as error:
+      note = str(error)
+  if 'effect' in effect:
+    if effect['seeds'] == 1:
+      # An interval over groups alone would ignore the seeds.
+      effect |= {'low': None, 'high': None}
+      note = note or 'a single seed: no interval over seeds and no verdict'
+    elif not note and not claim.primary:
+      note = 'not primary: no verdict'
+    elif not note:
+      values = claim.smallest, effect['low'], effect['high']
+      verdict = verdicts.verdict(
+        claim.direction,
+        *map(_scale(claim), values),
+        lower_is_better=score_tables.lower_is_better(metric),
+      )
+      power = planned_power(claim, study)
+      if power is not None and power.reproduced < verdicts.ENOUGH:
+        note = 'low power'
+  return Result(claim, confidence, **{'note': note, **effect}, verdict=verdict)
 
 
 def _runs(
@@ -255,48 +260,39 @@ def _runs(
   return runs
 
 
-def _difference(
-  empty: Result, evaluation: Evaluation, complete: Sequence[Sequence[Run]]
-) -> Result:
-  metric = empty.claim.metric
-  arms = [
-    [reported(run, metric, evaluation) for run in runs]
-    for runs in zip(*complete, strict=True)
-  ]
-  x = interval(arms, empty.level)
-  groups = (x.groups, x.effective_groups) if arms[0][0].scores else (0, 0.0)
-  values = x.seeds, *groups, x.effect, x.low, x.high
-  return Result(empty.claim, empty.level, *values)
-
-
 def _crossing(
   collected: Collected,
-  empty: Result,
   evaluation: Evaluation,
   complete: Sequence[Sequence[Run]],
-) -> Result:
-  """Returns the tokens to another arm's loss, relative to that arm's tokens."""
+  confidence: float,
+) -> dict[str, Any]:
+  """Returns the fields of a `Result` for a crossing.
+
+  The effect is the tokens to another arm's loss, relative to that arm's tokens.
+  """
   tokens, divisors, ends, bounds = [], [], [], []
   for source, run in complete:
     if not has_common_rows(collected, run, evaluation):
       note = f'the curve of {run.model} is on other rows than its evaluation'
-      return dataclasses.replace(empty, note=note)
+      return {'note': note}
     counts, losses = run.curve['target_tokens'], run.curve['loss']
     loss = target_loss(source, run, evaluation)
     tokens.append(crossings.crossing(counts, losses, loss))
     bounds.append(crossings.upper_bound(counts, losses, loss))
     divisors.append(source.summary['target_tokens'])
     ends.append(counts[-1])
-  seeds, x = len(complete), crossings.log_ratio(tokens, divisors, empty.level)
-  if x is None:
-    note = f'not reached in {numbers.count(min(ends))} target tokens'
-    if all(map(any, zip(tokens, bounds, strict=True))):
-      most = max(filter(None, bounds))
-      note = f'reached in at most {numbers.count(most)} target tokens, at the'
-      note += ' first evaluation'
-    return dataclasses.replace(empty, seeds=seeds, note=note)
-  values = map(math.exp, (x.effect, x.low, x.high))
-  return Result(empty.claim, empty.level, seeds, 0, 0.0, *values)
+  seeds = {'seeds': len(complete)}
+  if None not in tokens:
+    x = _over_seeds(np.log(tokens) - np.log(divisors), confidence)
+    return seeds | {
+      name: math.exp(getattr(x, name)) for name in ('effect', 'low', 'high')
+    }
+  note = f'not reached in {numbers.count(min(ends))} target tokens'
+  if all(map(any, zip(tokens, bounds, strict=True))):
+    most = max(filter(None, bounds))
+    note = f'reached in at most {numbers.count(most)} target tokens, at the'
+    note += ' first evaluation'
+  return seeds | {'note': note}
 
 
 def has_common_rows(

@@ -80,6 +80,16 @@ class Claim:
   paired: bool = False
   withdrawn: str = ''
 
+  @property
+  def is_crossing(self) -> bool:
+    """Whether the effect is a ratio of tokens."""
+    return self.metric == CROSSING
+
+  @property
+  def measured(self) -> str:
+    """The metric of the evaluation; the loss for crossings."""
+    return LOSS if self.is_crossing else self.metric
+
 
 @dataclasses.dataclass(frozen=True)
 class Arm:
@@ -286,6 +296,10 @@ class Study:
         return self.seeds if arm.seeds is None else arm.seeds
     return next((x.seeds for x in self.commands if x.name == name), ())
 
+  def planned_seeds(self, claim: Claim) -> int:
+    """Returns the number of seeds of a claim; 0 if no arm has seeds."""
+    return max(len(self.seeds_of(name)) for name in claim.contrast)
+
   def measured(self, evaluation: Evaluation) -> tuple[str, ...]:
     """Returns the evaluated models."""
     return evaluation.models or tuple(arm.name for arm in self.arms)
@@ -307,6 +321,10 @@ class Study:
       if is_complete and metric in evaluation.metrics:
         return evaluation
     return None
+
+  def evaluation_for(self, claim: Claim) -> Evaluation | None:
+    """Returns the first evaluation with the metric and models of a claim."""
+    return self.evaluation_of(claim.measured, claim.contrast)
 
   def stage_of(self, name: str, seed: int | None) -> str:
     """Returns the stage name of an input arm or command.
@@ -354,10 +372,9 @@ class Study:
       text = f'the claim {claim.sentence!r}'
       if len(claim.contrast) not in (2, 4):
         raise self.error(f'{text} has to compare two or four arms')
-      is_crossing = claim.metric == CROSSING
-      if is_crossing and len(claim.contrast) != 2:
+      if claim.is_crossing and len(claim.contrast) != 2:
         raise self.error(f'{text} has a crossing, which is of two arms')
-      least = float(is_crossing)
+      least = float(claim.is_crossing)
       if claim.direction not in DIRECTIONS or not claim.smallest > least:
         raise self.error(
           f'{text} has direction {claim.direction!r}, which must be one of'
@@ -365,8 +382,7 @@ class Study:
           f' be above {least:g}'
         )
       self._require(claim.contrast, f'{text} names')
-      metric = LOSS if is_crossing else claim.metric
-      if not self.evaluation_of(metric, claim.contrast):
+      if not self.evaluation_for(claim):
         metrics = [
           name
           for x in self.evaluations

@@ -38,8 +38,9 @@ def short_names(runs: Sequence[str]) -> dict[str, str]:
 
 
 def lower_is_better(metric: str) -> bool:
-  """Returns whether lower values of a metric are better."""
-  return metric in LOWER or metric.startswith('loss')
+  """Returns whether lower values of METRIC or TASK/METRIC are better."""
+  name = metric.rpartition('/')[2]
+  return name in LOWER or name.startswith('loss')
 
 
 def score_rows(scores: Scores, prompts: Prompts) -> list[Row]:

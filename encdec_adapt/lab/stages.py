@@ -24,13 +24,15 @@ from encdec_adapt.data import data_section
 from encdec_adapt.data.making import materialization
 from encdec_adapt.data.records import record_sets
 from encdec_adapt.files import atomic, hub, paths
-from encdec_adapt.lab import budgets, crossings, pages
+from encdec_adapt.lab import budgets, pages
 from encdec_adapt.models import forward_flops
 from encdec_adapt.telemetry import compute_cost, environment
 from encdec_adapt.tokenizers import vocabulary_pair
 
 # Keys of output paths and speed, without effect on results.
 NO_EFFECT = ('compute.compile_cache', 'data.workers', 'train.trackers')
+# Schedules that do not depend on the length of training (`crossings`).
+SCHEDULES = ('constant', 'rsqrt')
 _RATE = 'optimizer.learning_rate'
 _Config = tuple[config_lib.Settings, ml_collections.ConfigDict]
 
@@ -97,7 +99,7 @@ def resolve(study: pages.Study) -> dict[str, Stage]:
   for claim in study.claims:
     if claim.paired:
       resolver.check_paired(claim)
-    if claim.metric == pages.CROSSING:
+    if claim.is_crossing:
       resolver.check_schedule(claim)
   return resolver.stages
 
@@ -200,8 +202,13 @@ class _Resolver:
     """Rejects a crossing if its schedule depends on the training length."""
     arm = self._items[claim.contrast[1]]
     if isinstance(arm, pages.Arm):
-      _, values = self._config(arm)
-      crossings.check_schedule(arm.name, values.optimizer.schedule)
+      schedule = self._config(arm)[1].optimizer.schedule
+      if schedule not in SCHEDULES:
+        raise self.study.error(
+          f'arm {arm.name} has config.optimizer.schedule={schedule!r}, and a'
+          f' claim of tokens to a loss needs {" or ".join(SCHEDULES)}, or runs'
+          ' that end at each length'
+        )
 
   def _command(self, item: pages.Command, name: str, seed: int | None) -> Stage:
     arguments, reads = self._filled(item.arguments, seed, item.name, name)

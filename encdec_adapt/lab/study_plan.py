@@ -216,9 +216,9 @@ def _claims(study: pages.Study) -> list[str]:
   lines = []
   for claim in study.claims:
     level = claim_results.level(claim, study)
-    count = max(len(study.seeds_of(name)) for name in claim.contrast)
+    count = study.planned_seeds(claim)
     text = f'no entry of {claim.metric} in variances.json: no planned power'
-    if claim.metric == pages.CROSSING:
+    if claim.is_crossing:
       text = 'of a crossing: no planned power'
     if count < 2:
       text = f'{count} seed: no interval over seeds, no verdict'

@@ -370,8 +370,8 @@ class _Page:
     marks = []
     for x in self.results:
       source, *models = x.claim.contrast
-      measured = self._study.evaluation_of(pages.LOSS, x.claim.contrast)
-      if x.is_crossing and x.effect is not None and measured == evaluation:
+      is_drawn = x.claim.is_crossing and x.effect is not None
+      if is_drawn and self._study.evaluation_for(x.claim) == evaluation:
         run = self._collected.of(models[0])[0]
         loss = self._target_loss(source, run, evaluation)
         marks.append((models[0], loss))
@@ -391,7 +391,7 @@ class _Page:
           low, high = (x.low, x.high) if x.seeds > 1 else (x.effect, x.effect)
           quality[name] = low, x.effect, high
       if len(quality) > 1 and not metric.startswith(inference_cost.TASK):
-        lower = score_tables.lower_is_better(metric.rpartition('/')[2])
+        lower = score_tables.lower_is_better(metric)
         label = f'{evaluation.name}: {metric}'
         figures.append(
           html_report.cost_figures(

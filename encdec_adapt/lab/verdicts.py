@@ -21,7 +21,6 @@ import numpy as np
 from encdec_adapt.evaluation.results import crossed_intervals
 from encdec_adapt.lab import variances
 
-DIRECTIONS = ('greater', 'less', 'equal', 'no better')
 REPRODUCED, CONTRADICTED = 'reproduced', 'contradicted'
 NO_DIFFERENCE, UNDECIDED = 'no difference', 'undecided'
 ENOUGH = 0.8  # Planned power below this is low.
@@ -48,8 +47,8 @@ def verdict(
   """Returns the verdict on a claim.
 
   Args:
-    direction: one of `DIRECTIONS`: the effect is 'greater' or 'less' than 0,
-      'equal' to it, or 'no better' than it.
+    direction: the effect is 'greater' or 'less' than 0, 'equal' to it, or 'no
+      better' than it.
     smallest: smallest relevant difference, above 0.
     low: lower bound of the interval of the effect.
     high: upper bound of the interval.
@@ -107,7 +106,7 @@ def planned_power(
   """Computes the power of a claim from variances of earlier runs.
 
   Args:
-    direction: direction of the claim, one of `DIRECTIONS`.
+    direction: direction of the claim; see `verdict`.
     smallest: smallest relevant difference.
     components: variances of paired differences, from `variances.planned`.
     seeds: number of seeds, at least 2.
