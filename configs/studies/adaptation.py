@@ -40,13 +40,10 @@ def get_study(arg=None):
     dataclasses.replace(continued, name='continued_flops', budget=flops),
     shared.pair(size, 'unbalanced', **fields),
   ]
-  chosen = dict.fromkeys(('adapted', 'scratch', 'unbalanced'), 3e-3)
-  chosen['continued'] = 1e-3
   tuned = []
   if size.large:
     arms.append(_wide(continued, scratch, total))
     tuned = [_tuned(size, arm) for arm in arms]
-    chosen |= dict.fromkeys(('wide', 'adapted_tuned', 'continued_tuned'), 1e-3)
   sources = tuple(dict.fromkeys(('base', *size.unbalanced)))
   evaluations = (
     shared.measured('text', 'adapted', arms, *sources),
@@ -59,7 +56,8 @@ def get_study(arg=None):
     (*arms, *tuned),
     sources,
     seeds=size.seeds[:3],
-    rates=shared.rates(size, chosen, 80),
+    rate_steps=80,
+    middles=dict.fromkeys(('continued', 'wide'), 1e-3),
     evaluations=evaluations[: 1 + size.large],
     # At pod the unbalanced pair has the larger encoder.
     claims=CLAIMS

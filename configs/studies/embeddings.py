@@ -104,37 +104,30 @@ def _embedder(size, name):
   )
 
 
-def _claim(contrast, sentence, source, paper, **fields):
-  fields = {
-    'metric': RECALL,
-    'direction': 'greater',
-    'smallest': 0.05,
-    'reason': 'a query in twenty',
-    **fields,
-  }
-  return shared.claim(contrast, sentence, source, paper, **fields)
-
-
-CLAIMS = (
-  _claim(
+CLAIMS = shared.claims(
+  (
     ('causal_tuned', 'pair_tuned'),
     "A pair's encoder embeds better than its decoder after tuning.",
     'EmbeddingGemma (arXiv:2509.20354), ablation of the initialisation',
     '"better"; its numbers were not at hand',
-    paired=True,
+    {'paired': True},
   ),
-  _claim(
+  (
     ('masked_tuned', 'pair_tuned'),
     "A pair's encoder embeds as well as an encoder by masking.",
     'no paper',
     '-',
-    direction='equal',
-    paired=True,
+    {'direction': 'equal', 'paired': True},
   ),
-  _claim(
+  (
     ('pair', 'pair_tuned'),
     "Tuning makes a pair's encoder embed better.",
     'no paper',
     '-',
+    {},
   ),
+  metric=RECALL,
+  direction='greater',
+  smallest=0.05,
+  reason='a query in twenty',
 )

@@ -49,15 +49,12 @@ def get_study(arg=None):
     for arm in arms
   ]
   tuned = [shared.tuned(size, arm, f'rate_{arm.name}_tuned') for arm in arms]
-  middles = dict.fromkeys(encoders, 3e-3)
-  middles |= {arm.name: 1e-3 for arm in tuned}
   return shared.study(
     'encoder',
     'Attention of the encoder',
     size,
     (*early, *arms, *tuned),
     (source,),
-    rates=shared.rates(size, middles),
     evaluations=(
       shared.measured('text', 'bidirectional', (*early, *arms), source),
       shared.measured('answers', 'bidirectional_tuned', tuned),
@@ -67,58 +64,51 @@ def get_study(arg=None):
   )
 
 
-CLAIMS = (
-  shared.claim(
+CLAIMS = shared.claims(
+  (
     ('causal', 'bidirectional'),
     'A bidirectional encoder has a lower loss than a causal one.',
     PAPER,
     'points: +4.1 at 2B-2B',
-    primary=True,
-    paired=True,
+    {'primary': True, 'paired': True},
   ),
-  shared.claim(
+  (
     ('causal_early', 'bidirectional_early', 'causal', 'bidirectional'),
     'A bidirectional encoder gains on a causal one by longer training.',
     'a finding here; the paper has one length',
     'no numbers',
-    'greater',
-    primary=True,
+    {'direction': 'greater', 'primary': True},
   ),
-  shared.claim(
+  (
     ('causal_early', 'bidirectional_early'),
     'A bidirectional encoder has a lower loss after a fifth of the steps.',
     'a finding here; the paper has one length',
     'no numbers',
-    paired=True,
+    {'paired': True},
   ),
-  shared.claim(
+  (
     ('causal_tuned', 'bidirectional_tuned'),
     'After tuning, a bidirectional encoder has a lower loss than a causal one.',
     PAPER,
     'points: +4.7 at 2B-2B',
-    **shared.TUNED,
-    primary=True,
-    paired=True,
+    {**shared.TUNED, 'primary': True, 'paired': True},
   ),
 )
-HEADS_CLAIMS = (
-  shared.claim(
+HEADS_CLAIMS = shared.claims(
+  (
     ('bidirectional', 'heads'),
     'More key/value heads in the encoder do not matter before tuning.',
     PAPER,
     'points: +.5 at 2B-2B',
-    'equal',
-    primary=True,
-    paired=True,
+    {'direction': 'equal'},
   ),
-  shared.claim(
+  (
     ('bidirectional_tuned', 'heads_tuned'),
     'After tuning, more key/value heads in the encoder are worse.',
     PAPER,
     'points: -2.9 at 2B-2B',
-    'greater',
-    **shared.TUNED,
-    primary=True,
-    paired=True,
+    {'direction': 'greater', **shared.TUNED},
   ),
+  primary=True,
+  paired=True,
 )

@@ -60,57 +60,53 @@ def get_study(arg=None):
     size,
     arms,
     dict.fromkeys(('base', *size.unbalanced)),
-    rates=shared.rates(size, {'copied': 3e-3, 'warmup_0': 3e-3}),
     evaluations=(shared.measured('text', 'copied', arms, 'base'),),
     claims=CLAIMS,
     note=shared.note(__doc__),
   )
 
 
-CLAIMS = (
-  shared.claim(
+CLAIMS = shared.claims(
+  (
     ('warmup_1', 'copied'),
     'A balanced pair has a lower loss than an unbalanced one.',
     f'{shared.T5GEMMA}, Figure 2',
     'points after 42B tokens: 46.6 (2B-2B), 41.5 (9B-2B)',
-    primary=True,
-    paired=True,
+    {'primary': True, 'paired': True},
   ),
-  shared.claim(
+  (
     ('fresh', 'copied'),
     'Copied cross-attention gives a lower loss than fresh cross-attention.',
     f'{shared.T5GEMMA}, section 3',
     'no numbers',
-    primary=True,
-    paired=True,
+    {'primary': True, 'paired': True},
   ),
-  shared.claim(
+  (
     ('warmup_0', 'warmup_1'),
     'A short warm-up of cross-attention is better than none.',
     f'{shared.T5GEMMA}, section 5',
     'points: K = 1000 62.5, none 61.8',
-    primary=True,
-    paired=True,
+    {'primary': True, 'paired': True},
   ),
-  shared.claim(
+  (
     ('warmup_5', 'warmup_1'),
     'A short warm-up of cross-attention is better than one 5 times as long.',
     f'{shared.T5GEMMA}, section 5',
     'points: K = 1000 62.5, K = 5000 60.2',
-    primary=True,
-    paired=True,
+    {'primary': True, 'paired': True},
   ),
-  shared.claim(
+  (
     ('warmup_25', 'warmup_1'),
     'A short warm-up of cross-attention is better than a quarter of the steps.',
     f'{shared.T5GEMMA}, section 5',
     'points: K = 1000 62.5, K = 5000 60.2',
+    {},
   ),
-  shared.claim(
+  (
     ('fresh', 'fresh_closed'),
     'Fresh cross-attention is no better behind a closed gain.',
     'no paper states the gain',
     'no numbers',
-    'no better',
+    {'direction': 'no better'},
   ),
 )

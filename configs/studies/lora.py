@@ -38,7 +38,7 @@ def get_study(arg=None):
   steps = size.steps(128, pod=480_000)
   adapted = shared.pair(size, 'adapted', steps, rate='rate_adapted')
   base = pages.Arm('base', size.config())
-  arms, middles, evaluations = [], {'adapted': 3e-3}, []
+  arms, evaluations = [], []
   for task, changes in _SOURCES.items():
     tuned = [
       _tuned(size, arm, task, rank, changes)
@@ -46,7 +46,6 @@ def get_study(arg=None):
       for rank in (0, *_RANKS)
     ]
     arms += tuned
-    middles |= {x.name: 1e-2 if '_rank' in x.name else 1e-3 for x in tuned}
     records = f'adapted_{task}'
     evaluations.append(shared.measured(task, records, tuned, 'base', 'adapted'))
   return shared.study(
@@ -55,7 +54,7 @@ def get_study(arg=None):
     size,
     (adapted, *arms),
     seeds=size.seeds[:3],
-    rates=shared.rates(size, middles),
+    middles={x.name: 1e-2 for x in arms if '_rank' in x.name},
     evaluations=tuple(evaluations),
     claims=CLAIMS,
     note=shared.note(__doc__),

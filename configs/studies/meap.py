@@ -51,8 +51,6 @@ def get_study(arg=None):
     _tuned(size, 'pair_tuned', 2 * updates),
     _tuned(size, 'pair_tuned_inputs', 2 * updates, 'inputs'),
   ]
-  middles = {'next_token': 3e-3, 'adapted': 3e-3}
-  middles |= {'tuned': 1e-3, 'pair_tuned': 1e-3}
   found = '--retrieval=python', f'--retrieval_lengths={2 * size.length}'
   models = tuple(arm.name for arm in (*read, *tuned[1:3]))
   return shared.study(
@@ -60,7 +58,6 @@ def get_study(arg=None):
     'MEAP: masks in pretraining and in tuning',
     size,
     (*read, adapted, *tuned),
-    rates=shared.rates(size, middles),
     evaluations=(
       shared.measured('text', 'next_token', read),
       shared.measured('masks', 'next_token', read, **ATTENTION),
@@ -145,19 +142,18 @@ ROWS = (
 # fmt: on
 
 
-def _claim(contrast, text, source, paper, fields):
-  source = f'MEAP (arXiv:2502.07490), {source}'
-  return shared.claim(contrast, text, source, paper, **fields)
-
-
-CLAIMS = tuple(_claim(*row) for row in ROWS)
-SWEEP = tuple(
-  _claim(
-    (_name(x), 'meap'),
-    f'15 % of single masks find needles more often than {x[1:]}.',
-    'ablations',
-    'chosen; their numbers were not at hand',
-    NEEDLE,
-  )
-  for x in OPTIONS[1:]
+CITED = 'MEAP (arXiv:2502.07490), '
+CLAIMS = shared.claims(*ROWS, cited=CITED)
+SWEEP = shared.claims(
+  *(
+    (
+      (_name(x), 'meap'),
+      f'15 % of single masks find needles more often than {x[1:]}.',
+      'ablations',
+      'chosen; their numbers were not at hand',
+      NEEDLE,
+    )
+    for x in OPTIONS[1:]
+  ),
+  cited=CITED,
 )

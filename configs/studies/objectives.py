@@ -46,7 +46,6 @@ def get_study(arg=None):
   answer = {'smoke': 2, 'cpu': 32}.get(size.name, 100)
   tuned = [shared.tuned(size, x, 'rate_prefix_tuned', answer) for x in models]
   labelled = [shared.labelled(size, x, 'rate_prefix_labels') for x in models]
-  middles = {'prefix': 3e-3, 'prefix_tuned': 1e-3, 'prefix_labels': 1e-3}
   metrics = 'held_out/loss', 'held_out/accuracy'
   return shared.study(
     'objectives',
@@ -54,7 +53,6 @@ def get_study(arg=None):
     size,
     (*arms, *tuned, *labelled),
     commands=(merge,),
-    rates=shared.rates(size, middles),
     evaluations=(
       shared.measured('text', 'prefix', arms, 'merged', 'base'),
       shared.measured('answers', 'prefix_tuned', tuned),
@@ -69,85 +67,82 @@ ACCURACY = {'metric': 'held_out/accuracy', 'direction': 'greater'}
 ACCURACY |= {'smallest': 0.07, 'reason': 'what the packages can show'}
 TABLE = f'{shared.T5GEMMA}, Table 2'
 FIGURE = f'{shared.T5GEMMA}, Figure 5'
-CLAIMS = tuple(
-  shared.claim(contrast, text, source, paper, **fields)
-  for contrast, text, source, paper, fields in (
-    (
-      ('ul2_tuned', 'prefix_taught_tuned'),
-      'After tuning, PrefixLM with a teacher has a lower loss than UL2.',
-      TABLE,
-      'points: 46.4 against 42.4 (2B-2B), 9.8 against 10.7 (S-S)',
-      {'primary': True, **shared.TUNED},
-    ),
-    (
-      ('prefix_taught_labels', 'ul2_labels'),
-      'UL2 classifies better than PrefixLM with a teacher.',
-      TABLE,
-      'SuperGLUE: 88.1 and 88.1 (2B-2B), 84.4 and 85.4 (XL-XL)',
-      {**ACCURACY, 'primary': True},
-    ),
-    (
-      ('prefix_taught', 'merged'),
-      'The mean of both models is no better than the model of PrefixLM.',
-      f'{shared.T5GEMMA}, section 5',
-      'equal or worse',
-      {'direction': 'no better', 'primary': True},
-    ),
-    (
-      ('prefix', 'ul2_then_prefix'),
-      'A switch from UL2 to PrefixLM is no better than PrefixLM on text.',
-      FIGURE,
-      'points: -1.2 (2B-2B), +.2 to +.8 (S-S to XL-XL)',
-      {'direction': 'no better'},
-    ),
-    (
-      ('prefix_tuned', 'ul2_then_prefix_tuned'),
-      'After tuning, a switch from UL2 to PrefixLM is better than PrefixLM.',
-      FIGURE,
-      'points: +1.1 (2B-2B)',
-      shared.TUNED,
-    ),
-    (
-      ('ul2', 'prefix_then_ul2'),
-      'A switch from PrefixLM to UL2 is no better than UL2 on text.',
-      FIGURE,
-      'points: -.5 (2B-2B)',
-      {'direction': 'no better'},
-    ),
-    (
-      ('ul2', 'ul2_taught'),
-      'A teacher does not matter to UL2.',
-      'T5Gemma 2 (arXiv:2512.14856), Table 3',
-      'points: 30.5 and 30.6 (270M), 40.2 and 39.8 (1B)',
-      {'direction': 'equal', 'primary': True},
-    ),
-    (
-      ('prefix_taught_tuned', 'merged_tuned'),
-      'After tuning, the mean of both models is no better than PrefixLM.',
-      f'{shared.T5GEMMA}, section 5',
-      'equal or worse',
-      {'direction': 'no better', **shared.TUNED},
-    ),
-    (
-      ('ul2_tuned', 'prefix_then_ul2_tuned'),
-      'After tuning, a switch from PrefixLM to UL2 is no better than UL2.',
-      FIGURE,
-      'points: -.5 (2B-2B), +.4 to -.8 (S-S to XL-XL)',
-      {'direction': 'no better', **shared.TUNED},
-    ),
-    (
-      ('prefix_tuned', 'joint_tuned'),
-      'After tuning, both objectives at once are as good as PrefixLM.',
-      f'{shared.T5GEMMA}, future work',
-      'no numbers',
-      {'direction': 'equal', **shared.TUNED},
-    ),
-    (
-      ('prefix', 'joint'),
-      'Both objectives at once are as good as PrefixLM.',
-      f'{shared.T5GEMMA}, future work',
-      'no numbers',
-      {'direction': 'equal'},
-    ),
-  )
+CLAIMS = shared.claims(
+  (
+    ('ul2_tuned', 'prefix_taught_tuned'),
+    'After tuning, PrefixLM with a teacher has a lower loss than UL2.',
+    TABLE,
+    'points: 46.4 against 42.4 (2B-2B), 9.8 against 10.7 (S-S)',
+    {'primary': True, **shared.TUNED},
+  ),
+  (
+    ('prefix_taught_labels', 'ul2_labels'),
+    'UL2 classifies better than PrefixLM with a teacher.',
+    TABLE,
+    'SuperGLUE: 88.1 and 88.1 (2B-2B), 84.4 and 85.4 (XL-XL)',
+    {**ACCURACY, 'primary': True},
+  ),
+  (
+    ('prefix_taught', 'merged'),
+    'The mean of both models is no better than the model of PrefixLM.',
+    f'{shared.T5GEMMA}, section 5',
+    'equal or worse',
+    {'direction': 'no better', 'primary': True},
+  ),
+  (
+    ('prefix', 'ul2_then_prefix'),
+    'A switch from UL2 to PrefixLM is no better than PrefixLM on text.',
+    FIGURE,
+    'points: -1.2 (2B-2B), +.2 to +.8 (S-S to XL-XL)',
+    {'direction': 'no better'},
+  ),
+  (
+    ('prefix_tuned', 'ul2_then_prefix_tuned'),
+    'After tuning, a switch from UL2 to PrefixLM is better than PrefixLM.',
+    FIGURE,
+    'points: +1.1 (2B-2B)',
+    shared.TUNED,
+  ),
+  (
+    ('ul2', 'prefix_then_ul2'),
+    'A switch from PrefixLM to UL2 is no better than UL2 on text.',
+    FIGURE,
+    'points: -.5 (2B-2B)',
+    {'direction': 'no better'},
+  ),
+  (
+    ('ul2', 'ul2_taught'),
+    'A teacher does not matter to UL2.',
+    'T5Gemma 2 (arXiv:2512.14856), Table 3',
+    'points: 30.5 and 30.6 (270M), 40.2 and 39.8 (1B)',
+    {'direction': 'equal', 'primary': True},
+  ),
+  (
+    ('prefix_taught_tuned', 'merged_tuned'),
+    'After tuning, the mean of both models is no better than PrefixLM.',
+    f'{shared.T5GEMMA}, section 5',
+    'equal or worse',
+    {'direction': 'no better', **shared.TUNED},
+  ),
+  (
+    ('ul2_tuned', 'prefix_then_ul2_tuned'),
+    'After tuning, a switch from PrefixLM to UL2 is no better than UL2.',
+    FIGURE,
+    'points: -.5 (2B-2B), +.4 to -.8 (S-S to XL-XL)',
+    {'direction': 'no better', **shared.TUNED},
+  ),
+  (
+    ('prefix_tuned', 'joint_tuned'),
+    'After tuning, both objectives at once are as good as PrefixLM.',
+    f'{shared.T5GEMMA}, future work',
+    'no numbers',
+    {'direction': 'equal', **shared.TUNED},
+  ),
+  (
+    ('prefix', 'joint'),
+    'Both objectives at once are as good as PrefixLM.',
+    f'{shared.T5GEMMA}, future work',
+    'no numbers',
+    {'direction': 'equal'},
+  ),
 )

@@ -317,7 +317,20 @@ def study(name, title, size, arms, sources=('base',), commands=(), **fields):
   """Returns a page of arms that start from decoders, by their names.
 
   The decoders are shipped or released ones, which are imported, or at gpu arms
-  that are trained first.
+  that are trained first. Arms whose `rate` has their name choose a learning
+  rate around a middle one in short runs, but at pod, where learning rates are
+  those of the recipes.
+
+  Args:
+    name: name of the page.
+    title: title of the report.
+    size: size of the study.
+    arms: the arms.
+    sources: names of decoders.
+    commands: further stages.
+    **fields: further fields of the page; `rate_steps`, the steps of a run that
+      tries a learning rate, by default 48; and `middles`, the middle rate by
+      arm where it is not 3e-3 on text, and 1e-3 in tuning.
   """
   imports, trained = [], []
   for source in sources:
@@ -329,9 +342,8 @@ def study(name, title, size, arms, sources=('base',), commands=(), **fields):
       folder = f'hf://{_RELEASED[source]}'
     flags = 'import', f'--source={folder}', f'--output={{{source}}}'
     imports.append(pages.Command(source, 'convert', flags, seconds=10))
-  if size.name == 'pod':  # Learning rates are those of the recipes.
+  if size.name == 'pod':
     arms = [dataclasses.replace(arm, rate='') for arm in arms]
-    fields['rates'] = ()
   return pages.Study(
     name=name,
     title=title,
@@ -339,6 +351,9 @@ def study(name, title, size, arms, sources=('base',), commands=(), **fields):
     arms=(*trained, *arms),
     seeds=fields.pop('seeds', size.seeds),
     commands=(*imports, *commands),
+    rates=_rates(
+      size, arms, fields.pop('rate_steps', 48), fields.pop('middles', {})
+    ),
     platform='gpu' if size.name == 'gpu' else '',
     topology=size.topology if size.name == 'pod' else '',
     **fields,
@@ -482,16 +497,18 @@ def rsqrt(steps):
   }
 
 
-def rates(size, middles, steps=48):
-  """Returns choices of learning rates: of each arm, around a middle one."""
+def _rates(size, arms, steps, middles):
+  """Returns choices of learning rates, for each arm with one of its name."""
   # Two steps choose nothing.
   factors = (1.0,) if size.name == 'smoke' else (1 / 3, 1.0, 3.0)
-  return tuple(
-    pages.Rate(
-      f'rate_{arm}', arm, tuple(x * rate for x in factors), size.steps(steps)
-    )
-    for arm, rate in middles.items()
-  )
+  rates = []
+  for arm in arms:
+    if arm.rate == f'rate_{arm.name}':
+      # Answers and labels need lower rates than text.
+      middle = 1e-3 if 'data.source' in arm.changes else 3e-3
+      values = tuple(x * middles.get(arm.name, middle) for x in factors)
+      rates.append(pages.Rate(arm.rate, arm.name, values, size.steps(steps)))
+  return tuple(rates)
 
 
 def measured(
@@ -523,6 +540,21 @@ def claim(contrast, sentence, source, paper, direction='less', **fields):
   }
   return pages.Claim(
     sentence, source, paper, contrast, direction=direction, **fields
+  )
+
+
+def claims(*rows, cited='', **fields):
+  """Returns a claim for each row.
+
+  Args:
+    *rows: contrast, sentence, source, numbers of the paper, and a mapping of
+      fields that differ from `fields`.
+    cited: paper before all sources, if any.
+    **fields: fields of all claims.
+  """
+  return tuple(
+    claim(contrast, text, f'{cited}{source}', numbers, **fields | changes)
+    for contrast, text, source, numbers, changes in rows
   )
 
 

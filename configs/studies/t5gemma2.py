@@ -35,48 +35,41 @@ def get_study(arg=None):
     'Shared tables and cheaper cross-attention',
     size,
     arms,
-    rates=shared.rates(size, dict.fromkeys(ARMS, 3e-3)),
     evaluations=(shared.measured('text', 'separate', arms, 'base'),),
     claims=CLAIMS,
     note=shared.note(__doc__),
   )
 
 
-CLAIMS = (
-  shared.claim(
+CLAIMS = shared.claims(
+  (
     ('separate', 'shared_table'),
     'One table is as good as two.',
     PAPER,
     'points: -.1 (47.7 against 47.8)',
-    'equal',
-    primary=True,
-    paired=True,
+    {'direction': 'equal'},
   ),
-  shared.claim(
+  (
     ('separate', 'merged'),
     'Merged attention is as good as separate cross-attention.',
     PAPER,
     'points: -.3 (47.5 against 47.8)',
-    'equal',
-    primary=True,
-    paired=True,
+    {'direction': 'equal'},
   ),
-  shared.claim(
+  (
     ('separate', 'global_layers'),
     'Cross-attention in global layers only is worse.',
     PAPER,
     'points: -1.3 (46.5 against 47.8)',
-    'greater',
-    primary=True,
-    paired=True,
+    {'direction': 'greater'},
   ),
-  shared.claim(
+  (
     ('merged', 'global_layers'),
     'Cross-attention in global layers only is worse than merged attention.',
     PAPER,
     'points: -1.0 (46.5 against 47.5)',
-    'greater',
-    primary=True,
-    paired=True,
+    {'direction': 'greater'},
   ),
+  primary=True,
+  paired=True,
 )

@@ -40,8 +40,6 @@ def get_study(arg=None):
   size = shared.size(arg)
   arms = {name: _pretrained(size, name) for name in MODELS}
   labelled = [_labelled(size, arms[name]) for name in LABELLED]
-  middles = {x[-1]: 3e-3 for x in MODELS.values()}
-  middles |= {'masked_labels': 1e-3, 'causal_labels': 1e-3}
   causal = [arms[name] for name in ('causal', 'late_causal')]
   return shared.study(
     'understanding',
@@ -49,7 +47,6 @@ def get_study(arg=None):
     size,
     (*arms.values(), *labelled),
     (),
-    rates=shared.rates(size, middles),
     evaluations=(
       shared.measured('labels', 'masked_labels', labelled, metrics=METRICS),
       shared.measured('text', 'causal', causal),

@@ -38,10 +38,6 @@ def get_study(arg=None):
   t5 = cells.t5_cell(size, arms[-1])
   answering = [cells.tuned(size, arm) for arm in arms]
   answering.append(cells.tuned(size, arms[0], 'cd_flm_tuned_dry', 0.0))
-  first = cells.FIRST.values()
-  middles = dict.fromkeys(first, 3e-3)
-  middles |= {f'{name}_tuned': 1e-3 for name in first}
-  middles['t5_mlm'] = 3e-3
   return shared.study(
     'wang',
     'Architectures and objectives, before and after prompted tuning',
@@ -49,7 +45,6 @@ def get_study(arg=None):
     (*arms, *answering, t5),
     (),
     (TASKS,),
-    rates=shared.rates(size, middles),
     evaluations=(
       shared.measured('text', 'ed_plm', arms),
       shared.measured('answers', 'ed_plm_tuned', answering),
