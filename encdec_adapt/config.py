@@ -84,8 +84,8 @@ class _Root:
   seed: int = keys.key(0, 'Seed of initialisation and of the order of rows.')
 
 
-# The dataclasses of each section; optimizer and schedule share one. `losses`
-# has the keys of section `loss`.
+# The dataclasses of each section: optimizer and schedule share a section.
+# `losses` has the keys of section `loss`.
 _SECTIONS = {
   'compute': (execution.ComputeConfig,),
   'init': (init_section.InitConfig,),
@@ -108,7 +108,7 @@ def defaults() -> ml_collections.ConfigDict:
   }
   for name, parts in _SECTIONS.items():
     values[name] = {k: v for p in parts for k, v in keys.defaults(p).items()}
-  # ml_collections suggests the nearest key for a mistyped one.
+  # ml_collections suggests the nearest key for a mistyped key.
   return ml_collections.ConfigDict(values).lock()
 
 
@@ -203,7 +203,7 @@ def load(
   model = model_section.model_from_section(
     {**values['model'], 'head': keys.values_of(head.before_training())}
   )
-  # The sections that need only their own keys; the others follow.
+  # Sections independent of other sections; the others follow.
   sections = {
     name: keys.make(parts[0], values[name])
     for name, parts in _SECTIONS.items()
@@ -243,7 +243,7 @@ def load(
     recipe=recipe,
     **sections,
   )
-  # The user's path: the settings have one below the work directory.
+  # The user's path: the settings have a path below the work directory.
   _check_model(settings, values['data']['vocabulary'])
   _check_sources(settings, sources)
   if settings.data.repeat and not settings.train.steps:

@@ -6,15 +6,15 @@ r"""Continues prompts with a trained model: text in, text out.
       --prompts=prompts.jsonl --output=continuations.jsonl
 
 The model is a Hugging Face folder, or the newest checkpoint of a run (the best
-one with `config.checkpoint.keep_best`). An encoder-decoder reads the prompt
-with its encoder, as in PrefixLM training; a decoder-only model continues it,
-after the `separator` of the run's objective if it has one. The task prefix of
-the run's objective precedes every prompt; --prefix sets another, and
---prefix='' none. --mode and --sentinels prompt a UL2 model, see
-inference/README.md. With --chat a prompt is a user turn, and the model answers
-in the chat format of its vocabulary. --embed writes pooled encoder states
-instead. --best_of=8 --reward=model:CHECKPOINT samples eight continuations of
-each prompt (--temperature) and keeps the one with the highest reward.
+with `config.checkpoint.keep_best`). An encoder-decoder reads the prompt with
+its encoder, as in PrefixLM training; a decoder-only model continues it, after
+the `separator` of the run's objective, if any. The task prefix of the run's
+objective precedes every prompt; --prefix sets another, and --prefix='' none.
+--mode and --sentinels prompt a UL2 model, see inference/README.md. With --chat
+a prompt is a user turn, and the model answers in the chat format of its
+vocabulary. --embed writes pooled encoder states instead. --best_of=8
+--reward=model:CHECKPOINT samples eight continuations of each prompt
+(--temperature) and keeps the best by reward.
 
 --output gets a JSON line per finished prompt, finally sorted by prompt: `index`
 (from 0), `run`, `prompt`, and `continuation` (without special tokens), `tokens`

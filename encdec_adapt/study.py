@@ -101,7 +101,7 @@ def main(values: flags.FlagValues) -> int:
     )
   # Find mistyped flags of all stages now, not after hours.
   for stage in resolved.values():
-    if stage.module != 'convert':  # Its subcommands parse their own flags.
+    if stage.module != 'convert':  # Its subcommands parse flags.
       values_of = dict.fromkeys(stage.reads, '1')
       _parse(stage.module, [pages.fill(x, values_of) for x in stage.arguments])
   disk.require_writable(states.root / 'stages')
@@ -231,7 +231,7 @@ def _run(
 
 def _jobs(states: stage_states.States, values: flags.FlagValues) -> int:
   """Returns the number of workers (1 for a study of studies)."""
-  # Its pages run sequentially, each with its own workers, so that no two pages
+  # Its pages run sequentially, each with separate workers, so that no two pages
   # train a shared model.
   if any(stage.module == 'study' for stage in states.stages.values()):
     return 1

@@ -1,6 +1,6 @@
 """Automatic discovery of the modules of a package.
 
-Objectives and losses are discovered, so that adding one changes no other file.
+Objectives and losses are discovered, so that additions change no other file.
 This module must not import anything of the package.
 """
 
@@ -14,7 +14,7 @@ def modules_of(package: ModuleType) -> Iterator[ModuleType]:
   """Imports and yields the modules of a package, in alphabetical order.
 
   Args:
-    package: the package, possibly partially imported: one of its modules may
+    package: the package, possibly partially imported: a module in it may
       call this function, and is yielded as is.
   """
   for module in pkgutil.iter_modules(package.__path__):

@@ -35,7 +35,7 @@ class Key:
     interval: whether the value is an interval of steps (`base.intervals`).
     names: whether the value is a tuple of names.
     shared: whether the key belongs to the section itself, if the dataclass is
-      one of several choices with their own options.
+      among several choices with separate options.
     weights: whether the value is a tuple of weights.
   """
 

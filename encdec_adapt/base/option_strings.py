@@ -105,7 +105,7 @@ class Part:
     return head, dataclasses.replace(self, start=start)
 
   def options(self, divider: str = ',') -> list['Part']:
-    """Splits the text after the first colon; [] without one."""
+    """Splits the text after the first colon; [] without a colon."""
     options = self.partition(':')[1]
     return options.divide(divider) if options else []
 

@@ -59,8 +59,8 @@ class CheckpointConfig:
 
     Args:
       existing: existing steps, ascending.
-      saves: steps at which the job saves, ascending; steps at or below the
-        newest existing one are ignored.
+      saves: steps at which the job saves, ascending; steps up to the newest
+        existing step are ignored.
 
     Returns:
       The count, including the step being written.
@@ -77,7 +77,7 @@ class CheckpointConfig:
           is_permanent = self._is_permanent(newest.popleft())
           permanent += is_permanent
           # Losses are unknown in advance: any step to be deleted may be the
-          # best, and at most one is kept as such.
+          # best, and at most one best step is kept.
           old_best |= self.keep_best and not is_permanent
     return peak
 

@@ -144,7 +144,7 @@ class Checkpoint:
 
     Args:
       abstract: pytree of `jax.ShapeDtypeStruct`; the mesh may differ from the
-        saved one. Leaves without a sharding go to the first local device.
+        saved mesh. Leaves without a sharding go to the first local device.
       partial: `abstract` may lack leaves of the checkpoint, and floating
         dtypes may differ: values are cast.
 
@@ -287,7 +287,7 @@ class Checkpoints(contextlib.AbstractContextManager):
       loss: held-out loss of the state; None if not evaluated.
 
     Raises:
-      CheckpointError: this save or the previous one failed.
+      CheckpointError: this or the previous save failed.
       UserError: the disk is full.
     """
     self.wait()
@@ -391,7 +391,7 @@ class Checkpoints(contextlib.AbstractContextManager):
     """Checks that the disk has space for the job's checkpoints.
 
     The estimate is the uncompressed size of the peak number of checkpoints,
-    including the one being written, minus those already on disk.
+    including the checkpoint being written, minus those already on disk.
 
     Args:
       abstract_state: the largest saved state.
@@ -460,7 +460,7 @@ class Checkpoints(contextlib.AbstractContextManager):
         step_folders.delete(self.folder, step)
 
   def _newest_verified(self) -> int | None:
-    """Returns the newest undamaged step; moves newer damaged ones aside."""
+    """Returns the newest undamaged step; moves newer damaged steps aside."""
     for step in reversed(self.all_steps()):
       checkpoint = self.at(step)
       if checksums.has_manifest(checkpoint.path):

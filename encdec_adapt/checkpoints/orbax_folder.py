@@ -26,7 +26,7 @@ def is_orbax_folder(path: str | os.PathLike[str]) -> bool:
 
 
 class OrbaxFolder:
-  """Arrays of an Orbax checkpoint by name; reads only the requested ones.
+  """Arrays of an Orbax checkpoint by name; reads only the requested arrays.
 
   Attributes:
     path: path of the folder.
@@ -72,7 +72,7 @@ class OrbaxFolder:
     names = set(names)
     # Orbax skips leaves with a placeholder; 0 marks the leaves to read.
     item = [0 if name in names else ocp.PLACEHOLDER for name in self.arrays]
-    # As NumPy arrays: otherwise Orbax applies the stored shardings, whose
+    # As NumPy arrays: otherwise Orbax applies the stored shardings, with
     # devices this process may lack.
     restore_args = [ocp.RestoreArgs(restore_type=np.ndarray)] * len(item)
     arguments = ocp.args.PyTreeRestore(

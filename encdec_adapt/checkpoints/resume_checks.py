@@ -119,7 +119,7 @@ def check_same_references(
 def report_environment(
   saved: Mapping[str, Any], now: Mapping[str, Any], report: Report
 ) -> None:
-  """Reports why the job may deviate from an uninterrupted one.
+  """Reports why the job may deviate from an uninterrupted job.
 
   Args:
     saved: `meta` of the checkpoint.

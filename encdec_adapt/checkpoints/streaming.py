@@ -1,7 +1,7 @@
 """Streams lazily computed leaves into a checkpoint.
 
 Converting a model to a checkpoint then needs host memory for about two leaves:
-the leaf being written, and the next one being computed. Only this module,
+the leaf being written and the next leaf, being computed. Only this module,
 `manager` and `orbax_folder` import Orbax.
 """
 
@@ -33,7 +33,7 @@ def register() -> None:
 
 
 class _Handler(ocp.type_handlers.NumpyHandler):
-  """Writes leaves as NumPy arrays while the next one is computed."""
+  """Writes leaves as NumPy arrays while computing the next leaf."""
 
   async def serialize(self, values, infos, args=None):
     """Returns a single future that writes the leaves in sequence."""

@@ -388,7 +388,7 @@ def _argv(arguments: Sequence[str]):
 
 def _user_error_within(error: BaseException) -> BaseException | None:
   # config_flags raises an error of the same type with a traceback as its text,
-  # and absl wraps that error. The context of the inner one is the file's own
+  # and absl wraps that error. The context of the inner error is the file's
   # error.
   while error is not None and not isinstance(error, errors.UserError):
     error = error.__context__

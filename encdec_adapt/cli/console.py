@@ -1,7 +1,7 @@
 """The console script `encdec-adapt COMMAND [flags]`.
 
 `encdec-adapt train` is `python -m encdec_adapt.train`. This module must not
-import the commands: it runs the named one only.
+import the commands: it runs only the named command.
 """
 
 from collections.abc import Sequence

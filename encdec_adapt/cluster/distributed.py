@@ -5,7 +5,7 @@ module holds them (jax has no public names for them):
 
 - Start: the service of process 0 waits until all processes have registered. On
   timeout, jax aborts all processes with status 134 (`exit_status.ABORT`) and
-  lists the indices of the missing ones. If process 0 is missing or dies, the
+  lists the missing indices. If process 0 is missing or dies, the
   others name it and exit with status 76 (`exit_status.HANG`). Versions, flags
   and devices are compared before the first program runs.
 - Barriers use no device, so that a device deadlock does not block them; each
@@ -294,7 +294,7 @@ def log(text: str) -> None:
 
 
 def count_and_index() -> tuple[int, int]:
-  """Returns the number of processes, and the 0-based index of this one."""
+  """Returns the number of processes, and this process's 0-based index."""
   state = jax_distributed.global_state
   return state.num_processes or 1, state.process_id
 

@@ -19,7 +19,7 @@ _LARGEST = 2**25
 
 
 def share_arena() -> None:
-  """Makes all threads allocate from one arena, the only one for large blocks.
+  """Makes all threads allocate from one arena, the only arena for large blocks.
 
   Call before JAX starts its backend, when threads choose their arenas. Does
   nothing if an accelerator may be the backend.

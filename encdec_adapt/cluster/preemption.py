@@ -7,7 +7,7 @@ with `exit_status.RESTART`.
 Often only some processes get the signal, but all must save the same step. jax's
 handler, installed by `distributed.initialize`, forwards the notice, and the
 processes agree on a step that none has begun. No checkpoints are saved here.
-Ctrl-C is treated as SIGTERM, and a second one ends the process immediately.
+Ctrl-C is treated as SIGTERM, and a second Ctrl-C ends the process immediately.
 """
 
 import signal

@@ -22,7 +22,7 @@ from encdec_adapt.cluster import distributed
 from encdec_adapt.files import paths
 
 REPORTS = 'hang'
-# Parts of every step, each with its own limit.
+# Parts of every step, each with a limit.
 _PARTS = ('step', 'sample', 'reward')
 _FACTOR = 20  # A part hangs after this many times its median.
 # Compiling, evaluating, saving, writing a profile and the first steps may take
@@ -69,8 +69,8 @@ class Watchdog:
 
     Args:
       step: the current step.
-      doing: the activity that begins: 'step', 'sample' or 'reward' (with their
-        own limits), or 'compile', 'evaluate', 'save' or 'profile'.
+      doing: the activity that begins: 'step', 'sample' or 'reward' (with
+        separate limits), or 'compile', 'evaluate', 'save' or 'profile'.
     """
     now = time.monotonic()
     last_step, last_doing, since = self._last

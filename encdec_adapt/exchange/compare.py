@@ -154,7 +154,7 @@ def verify(
     name: rng.integers(min(_FIRST_DRAWN, size - 1), size, (rows, length), 'i4')
     for name, size in sizes.items()
   }
-  # One by one, so that memory holds a single model (two copies of the second
+  # In sequence, so that memory holds a single model (two copies of the second
   # while `transformers` continues a text). The second comes first, as
   # `transformers` may refuse it.
   compute = _logits

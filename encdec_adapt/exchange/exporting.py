@@ -224,7 +224,7 @@ def _vision(
   folders: pretrained_files.Folders,
   native: bool,
 ) -> tuple[vision_lib.Vision | None, list[str]]:
-  """Opens the vision part of a T5Gemma 2, if it has one.
+  """Opens the vision part of a T5Gemma 2, if any.
 
   Returns:
     The part or None, and notes for users of images.

@@ -22,7 +22,7 @@ def describe(stored: model_on_disk.StoredModel) -> str:
 
 
 def transformers_class(stored: model_on_disk.StoredModel) -> str | None:
-  """Returns the name of a model's class in transformers; None without one."""
+  """Returns the name of a model's class in transformers, or None."""
   # Try to write the config.json: only that code knows a family's limits.
   try:
     raw, _ = config_json.raw_from_model(stored.model)

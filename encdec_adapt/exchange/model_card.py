@@ -1,6 +1,6 @@
 """The model card (README.md) of an exported folder: metadata, shape, history.
 
-Reads the JSON files of runs; opens no model besides the exported one.
+Reads the JSON files of runs; opens no model besides the exported model.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -153,7 +153,7 @@ def _evaluation(
   records = text_lines.read_json(str(file)) if file.exists() else {}
   scores: dict[str, dict[str, float]] = {}
   for record in records.values():
-    # Later lines replace earlier ones; non-finite values are null.
+    # Later lines replace earlier lines; non-finite values are null.
     is_ours = record['fingerprint'] == stored.fingerprint
     if is_ours and record['value'] is not None:
       task = scores.setdefault(record['task'], {})

@@ -95,7 +95,7 @@ def import_adapters(values: flags.FlagValues, path: paths.Path) -> None:
       ' whole model; merge it first (`convert merge-lora`).'
     )
   adapters, arrays = peft_folder.read(path, base.model, _layout(base.model))
-  # The adapters' prompt framing if the folder has one, as ours do, otherwise
+  # The adapters' prompt framing if the folder has it, as ours do, otherwise
   # the base's; only the base's run has the labels of a head.
   file = path / prompt_framing.PEFT
   is_stated = file.exists() and base.model.decoder.head.predicts_tokens

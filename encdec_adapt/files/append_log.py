@@ -19,7 +19,7 @@ from typing import Any
 
 from encdec_adapt.files import disk, paths
 
-PART = 1 << 20  # Maximum bytes of an object before the next one.
+PART = 1 << 20  # Maximum bytes of an object before the next object.
 EVERY = 30.0
 
 
@@ -27,8 +27,7 @@ class _Parts:
   """An append-only file in a bucket."""
 
   def __init__(self, path: paths.Path):
-    # Always start a new part, so that a resumed job uploads only its own
-    # records.
+    # Always start a new part, so that a resumed job uploads only new records.
     self._path, self._number = path, len(_parts(path))
     self._part, self._unwritten = io.BytesIO(), False
     self._flushed, self._failing = time.monotonic(), False

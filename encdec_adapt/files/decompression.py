@@ -54,7 +54,7 @@ def blocks(path: paths.AnyPath, start: int = 0) -> Iterator[tuple[int, bytes]]:
           decoder = make()
         try:
           content += decoder.decompress(data)
-        except Exception as error:  # zlib and zstandard have own types.
+        except Exception as error:  # zlib and zstandard have separate types.
           raise errors.UserError(
             f'{path} is damaged, or not compressed as its name says ({error})'
           ) from error

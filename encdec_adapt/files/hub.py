@@ -41,7 +41,7 @@ def pinned(text: str, before: str = '') -> str:
   Args:
     text: an address, or sources with addresses; commits are kept.
     before: an earlier pinned text; its commits take precedence over the current
-      ones of branches.
+      commits of branches.
 
   Raises:
     UserError: the Hub refuses, or is unreachable and the revision is not
@@ -165,7 +165,7 @@ def push(folder: pathlib.Path, repo: str, *, public: bool) -> str:
       repo_id=repo,
       folder_path=folder,
       commit_message='Upload a model of encdec_adapt',
-      # Stale shards would be read along with the new ones.
+      # Stale shards would be read along with the new shards.
       delete_patterns=['*.safetensors', '*.safetensors.index.json'],
     )
   return str(url)

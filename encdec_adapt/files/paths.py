@@ -444,7 +444,7 @@ def _reach(bucket: str) -> None:
 
 @contextlib.contextmanager
 def _as_os_errors(path: AnyPath) -> Iterator[None]:
-  """Raises gcsfs' errors as OSError, temporary ones as ConnectionError."""
+  """Raises gcsfs' errors as OSError, temporary errors as ConnectionError."""
   try:
     yield
   # The errors of `requests` are also OSErrors.

@@ -173,7 +173,7 @@ class LoadedModel:
     return self._vectors(encoded, pooling, chosen.batch_size)
 
   def embedding_model(self) -> 'LoadedModel':
-    """Returns an embedding model: this one, or its prompt-reading stack.
+    """Returns an embedding model: this model or its prompt-reading stack.
 
     The stack gets mean pooling. A prefix decoder attends like an encoder.
     """
@@ -301,7 +301,7 @@ class LoadedModel:
 
     Args:
       decode: decodes token ids to text, for stop strings; by default with the
-        model's tokenizer, if it has one.
+        model's tokenizer, if any.
       ids: special tokens; by default `special_ids`.
       **options: `rows`, `int8`, `steps`, `sizes` and `adapters` of `Engine`.
 

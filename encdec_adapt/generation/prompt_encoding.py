@@ -48,7 +48,7 @@ def task_prefix(
 
 
 def print_prefix(stored: model_on_disk.StoredModel, prefix: str | None) -> None:
-  """Prints the prompt prefix of a model, if it has one, on process 0.
+  """Prints the prompt prefix of a model, if any, on process 0.
 
   Args:
     stored: the model.

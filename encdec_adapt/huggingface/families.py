@@ -53,12 +53,12 @@ class Family:
     bias_field: field for biases in attention; None if every model of the family
       has `bias`.
     windows_by_layer: whether files may list the layers with a window; if not,
-      all or none have one, by `layer_types`.
+      all or none have a window, by `layer_types`.
     aliases: alternative spelling of a field -> spelling used here.
-    fields: field of the file -> our field, in addition to the common ones.
+    fields: field of the file -> our field, in addition to the common fields.
     fixed: our fields with the same value in every model of the family.
     layer_types: returns the kinds of layers for files without a list; empty if
-      files must have one.
+      files must have a list.
   """
 
   model_type: str
@@ -242,7 +242,7 @@ FAMILIES: Mapping[str, Family] = {
 def stack_from_raw(
   raw: Raw, family: Family, file: str
 ) -> model_config.StackConfig:
-  """Returns the stack of a config.json or an object in one.
+  """Returns the stack of a config.json or of an object in it.
 
   Args:
     raw: parsed object.
@@ -330,7 +330,7 @@ def raw_from_stack(
     raw[family.bias_field] = stack.attention_bias != 'none'
   if 'mlp_bias' in family.defaults:
     raw['mlp_bias'] = stack.mlp_bias
-  # An integer in published files: their class declares one.
+  # An integer in published files: their class declares an integer.
   if 'query_pre_attn_scalar' in raw and stack.query_scale.is_integer():
     raw['query_pre_attn_scalar'] = int(stack.query_scale)
   if 'mlp_only_layers' in family.defaults:

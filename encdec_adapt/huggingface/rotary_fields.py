@@ -33,8 +33,8 @@ def fields_from_raw(
 
   Raises:
     UserError: a scaling is unsupported or lacks fields, or local layers have
-      one of their own; or fields are not by kind of layer although local layers
-      have a separate base.
+      a separate scaling; or local layers have a separate base, but fields are
+      not by kind of layer.
   """
   full, local = _by_kind(raw, file, local_theta)
   kind = full.get('rope_type', full.get('type', 'default'))
@@ -58,7 +58,7 @@ def fields_from_raw(
   }
   local = {'rope_theta': raw['rope_theta'], **local} if local else full
   # With equal fields for both kinds, scaled or not, our local layers follow the
-  # global ones.
+  # global layers.
   if local != full:
     if local.get('rope_type', 'default') != 'default':
       raise errors.UserError(

@@ -93,7 +93,7 @@ def _save(
   try:
     file.touch(exist_ok=False)
     mode = file.stat().st_mode
-    # `save_file` replaces the file with one readable by its owner only.
+    # `save_file` replaces the file with a file readable only by its owner.
     safetensors_numpy.save_file(dict(arrays), file, _PYTORCH)
     file.chmod(mode)
     if bucket is not None:

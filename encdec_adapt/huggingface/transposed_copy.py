@@ -37,7 +37,7 @@ def copy(view: np.ndarray, out: np.ndarray) -> None:
     return
   fast = min(range(view.ndim), key=lambda axis: view.strides[axis])
   slow = [axis for axis in range(view.ndim) if axis != fast]
-  # The longest slow axis, as a strip of a short one would be the whole array.
+  # The longest slow axis, as a strip of a short axis would be the whole array.
   axis = max(slow, key=lambda axis: view.shape[axis])
   for start in range(0, view.shape[axis], _STRIP):
     strip = (slice(None),) * axis + (slice(start, start + _STRIP),)

@@ -102,7 +102,7 @@ def open_vision(folder: str | os.PathLike[str]) -> Vision | None:
   """Opens the vision part of a folder; reads headers only.
 
   Args:
-    folder: folder of a T5Gemma 2 or a multimodal Gemma 3, or one from `keep`.
+    folder: a T5Gemma 2 or multimodal Gemma 3 folder, or a folder from `keep`.
 
   Returns:
     The vision part, or None if the folder has none.

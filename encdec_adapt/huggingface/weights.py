@@ -367,7 +367,7 @@ def weights(
     layout: tensor names.
 
   Raises:
-    UserError: the family has no tensor for one of the model's parameters.
+    UserError: the family has no tensor for a parameter of the model.
   """
   return {
     weight.name: weight

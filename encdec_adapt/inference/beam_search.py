@@ -211,8 +211,8 @@ def _advance(
   length = (loop.step + 1).astype(jnp.float32) ** penalty
   finished = _finish(loop, extended, length)
   # The likeliest open hypothesis may still win if it beats the worst finished
-  # one, or if fewer than n have finished: free slots score `_NEVER`. As in
-  # transformers, its score is divided by the present length, although it may
+  # hypothesis, or if fewer than n have finished: free slots score `_NEVER`. As
+  # in transformers, its score is divided by the present length, although it may
   # rise with the length.
   worst = jnp.where(
     finished.ended, finished.scores.min(axis=1, keepdims=True), _NEVER

@@ -248,7 +248,7 @@ def prefill(
 
   seen = state.seen
   if seen is not None:
-    # Padding marks no further token: it repeats the last one in `tokens`.
+    # Padding marks no further token: it repeats the last token in `tokens`.
     count = len(tokens)
     group_seen = jnp.zeros((count, seen.shape[1]), bool)
     group_seen = group_seen.at[jnp.arange(count)[:, None], tokens].set(True)
@@ -330,8 +330,8 @@ def advance(
   weights = quantization.dequantize(params, model.compute.dtype)
   hidden, cache = model.decode_step(weights, state.last, state.cache)
   logits = model.logits(weights, hidden[:, None])[:, 0]  # [B, V]
-  # Completions report the model's own log-probabilities, so the original
-  # logits are kept along with the penalised and masked ones.
+  # Completions report the model's log-probabilities, so the original
+  # logits are kept along with the penalised and masked logits.
   adjusted, seen, options = logits, state.seen, state.options
   if seen is not None:
     adjusted = sampling_lib.penalise(logits, seen, options.repetition_penalty)

@@ -148,7 +148,7 @@ class Engine:
         the requests in progress, shrinks when idle, and longer requests are
         rejected. Without sizes it follows the requests.
       adapters: parameters of `decoding.with_adapters` by name. Requests with
-        different adapters run one after another, in order.
+        different adapters run in sequence, in order.
 
     Raises:
       UserError: the model predicts no next tokens, or `rows` is not divisible.
@@ -324,7 +324,7 @@ class Engine:
       vocab_size=self.vocab_size,
     )
     state, completions = self._state, []
-    # A single transfer: each one blocks on the devices.
+    # A single transfer: each blocks on the devices.
     ended, count, tokens, log_probs = jax.device_get(
       (state.ended, state.count, state.tokens, state.log_probs)
     )
@@ -396,7 +396,7 @@ class Engine:
     Args:
       requests: the prompts.
       size: prompts per group; it is padded with requests without a row.
-      rows: rows of the state for the requests; the first ones by default.
+      rows: rows of the state for the requests; the first rows by default.
       state: the state; a new state of `size` rows by default.
     """
     if state is None:
@@ -524,7 +524,7 @@ class Engine:
         decoding.resize, self._state, **size._asdict()
       )
     elif size != current:
-      # Frees the old state before allocating the new one.
+      # Frees the old state before allocating the new state.
       self._state = None
       self._state = self._start(size, self.rows)
     # [B, V] is large: allocated for the first request with a penalty.

@@ -50,7 +50,7 @@ class Size(NamedTuple):
   source: int
 
   def holds(self, size: 'Size') -> bool:
-    """Returns whether another size fits into this one."""
+    """Returns whether another size fits into this size."""
     return self.length >= size.length and self.source >= size.source
 
   def bucket(self) -> 'Size':

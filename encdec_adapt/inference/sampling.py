@@ -145,7 +145,7 @@ def keep_top_p(logits: jax.Array, p: jax.Array | float) -> jax.Array:
 
   def find_last(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
     reached = jnp.cumsum(jnp.take_along_axis(probabilities, ids, -1), axis=-1)
-    # A token is kept if the likelier ones do not reach p.
+    # A token is kept if the likelier tokens do not reach p.
     last = jnp.sum(reached[..., :-1] < p, axis=-1, keepdims=True)
     return last, (reached[..., -1:] >= p) | (p >= 1)
 
@@ -263,7 +263,7 @@ def choose_likeliest(logits: jax.Array) -> jax.Array:
 def top_k(logits: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
   """Returns the k largest logits, descending, and their ids, [..., k].
 
-  Lower ids come first among equal ones.
+  Lower ids come first among ties.
   """
   logits = jnp.where(logits == 0, 0, logits)  # -0 would come after 0.
   # Without the barrier, XLA:CPU merges slices into top_k and sorts everything.

@@ -469,7 +469,7 @@ def _teacher_rules(
     return {}
   weights, index = batch['weights'], batch['teacher_index']
   # Only a wrong index can be the last of the row. Clipped, it fails the rule,
-  # whose error has its position, and not this gather.
+  # with its position in the error, instead of this gather.
   following = np.minimum(index + 1, batch['teacher_tokens'].shape[-1] - 1)
   predicted = np.take_along_axis(batch['teacher_tokens'], following, axis=-1)
   masked = predicted == (-1 if mask is None else mask)

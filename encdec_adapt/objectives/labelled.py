@@ -108,7 +108,7 @@ class Classify(example_maker.ExampleMaker):
 
   def _label_positions(self, lengths: np.ndarray) -> np.ndarray:
     """Returns the position of each part's label, given the parts' lengths."""
-    # The last token, the only one from which a causal stack sees all the text.
+    # Only from the last token does a causal stack see all the text.
     return np.cumsum(lengths) - 1
 
   def _pair(self, texts: list, label: Any) -> framing.Pair | None:

@@ -155,7 +155,7 @@ class Noising(windows.WindowMaker):
 
 
 def mask_token(name: str, vocabulary: vocabulary_lib.Vocabulary) -> int:
-  """Returns the mask token: <mask> or, without one, the last sentinel.
+  """Returns the mask token: <mask> or else the last sentinel.
 
   Raises:
     UserError: the vocabulary has neither.

@@ -31,7 +31,7 @@ from encdec_adapt.objectives import example_maker, shared_noise
 NAMES: Mapping[str, example_maker.Name] = {
   name: entry
   for module in discovery.modules_of(objectives)
-  # Most modules, this one among them, have no objectives.
+  # Most modules, including this module, have no objectives.
   for name, entry in getattr(module, 'OBJECTIVES', {}).items()
 }
 _LABEL = 'config.data.objective'

@@ -15,7 +15,7 @@ across header and answer (line breaks), which belongs to the answer.
 Further fields of a document (`row_sources`) stay with its examples for reward
 functions; the model does not read them.
 
-Examples are never split: longer ones are dropped or, with the option
+Examples are never split: longer examples are dropped or, with the option
 `too_long=truncate`, truncated at the end of inputs and targets; the manifest
 counts both. In jobs that complete prompts, too long inputs are an error unless
 `too_long` is set. `prefix=TEXT` precedes all inputs of `pairs` ("summarize: "

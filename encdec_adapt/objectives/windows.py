@@ -273,7 +273,7 @@ class WindowMaker(example_maker.ExampleMaker):
   def with_eos(self, pair: framing.Pair) -> framing.Pair:
     """Adds EOS and the vocabulary's opening to targets and aligned fields.
 
-    Targets that already end in EOS (concatenated documents) get no second one.
+    Targets that already end in EOS (concatenated documents) get no second EOS.
     """
     head, tail = self._opening, self._eos
     tail = tail[int(pair.targets[-1] == tail[0]) :]
@@ -426,7 +426,7 @@ class UniformPrefixLM(PrefixLM):
     return functools.partial(uniform_split, rng.random())
 
   def _draw_in_stream(self, index, generator):
-    # Both windows draw from the generator of the even one.
+    # Both windows draw from the generator of the even window.
     rng, plan = super()._draw_in_stream(index - index % 2, generator)
     return rng, WindowPlan(plan.inner, plan.last, bool(index % 2))
 

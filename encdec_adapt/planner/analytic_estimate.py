@@ -81,8 +81,8 @@ def describe(
   Args:
     job: the job, on a mesh of the devices or stand-ins.
     hardware: target chips.
-    sizes: argument sizes of the job, with any batch, on this mesh or one with
-      the same parameter sharding; computing them takes most of the time.
+    sizes: argument sizes of the job, with any batch, on this mesh or a mesh
+      with the same parameter sharding; computing them takes most of the time.
 
   Returns:
     JSON with `source` 'shapes', FLOPs of `kernels` by visible query-key pairs,

@@ -176,7 +176,7 @@ def flops(
     if not parts or 'splash' not in call.name:
       raise hlo.UnknownProgramError(f'kernel {call.name!r} is not known')
     # The grid comes first, then queries and keys; operands such as segment ids
-    # have fewer dimensions, or a last one of size 1.
+    # have fewer dimensions, or a last dimension of size 1.
     states = [shape for shape in call.operands if len(shape) >= 3]
     grid = states[0]
     query, key = [s for s in states[1:] if s[-1] > 1 and s != grid][:2]

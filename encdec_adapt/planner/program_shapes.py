@@ -51,7 +51,7 @@ class Program:
   def host_bytes(self) -> float:
     """Returns bytes copied between a device and its host.
 
-    Arguments in host memory are read; donated ones are also written back.
+    Arguments in host memory are read; donated arguments are also written back.
     """
     return sum(
       layout_report.device_bytes(tree, host=True) * (1 + (name in self.donated))
@@ -61,8 +61,8 @@ class Program:
   def moved_bytes(self) -> float:
     """Returns a lower bound on argument bytes read and written per device.
 
-    All arguments are read once and donated ones written, except caches: a step
-    writes only a single entry.
+    All arguments are read once, and donated arguments are written, except
+    caches: a step writes only a single entry.
     """
     return sum(
       size * (1 + (name in self.donated and name != 'caches'))

@@ -356,7 +356,7 @@ def _trees_beside(job: Job, state: state_lib.TrainState) -> dict[str, Any]:
   references = {
     name: tree
     for name, tree in references.items()
-    # The starting model is the base, possibly with adapters of its own.
+    # The starting model is the base, possibly with adapters.
     if not job.frozen[name].is_start
     or not job_models.shares_base(job.placed_references[name], job.placed_model)
   }

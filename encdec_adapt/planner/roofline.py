@@ -222,7 +222,7 @@ class Network:
     if count == 1:
       return 'one device', 0.0, 0.0
     axes = self.axes.get(_as_sets(ids), f'{count} devices')
-    # All groups are alike on a mesh, so the first one represents them.
+    # All groups are alike on a mesh, so the first group represents them.
     return axes, *self._send(kind, size, self.slice[ids[0]])
 
   def _permute(

@@ -1,9 +1,9 @@
 """Time of a compiled GPU program: a roofline over its schedule.
 
 An operation takes the longer of its memory and matmul times; the caller times
-the kernels. Collectives run one after another on the links. An asynchronous
-collective is exposed while its `-done` waits, a synchronous one fully. Launches
-take no time. This module must not import jobs.
+the kernels. Collectives run in sequence on the links. An asynchronous
+collective is exposed while its `-done` waits, a synchronous collective fully.
+Launches take no time. This module must not import jobs.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -137,7 +137,7 @@ def parse(
     is_chat: whether the body has messages instead of a prompt.
     limits: limits of prompt and continuation.
     prompts: name -> prompt encoder of the model (first) and its adapters.
-      `model` must be one of the names; any name is accepted without adapters.
+      `model` must be a name in it; any name is accepted without adapters.
     run_prefix: whether to add the task prefix to a prompt of token ids.
 
   Raises:

@@ -66,7 +66,7 @@ class TextStream:
     return new
 
   def _certain(self, text: str) -> str:
-    """Returns a text up to a stop string or the possible start of one."""
+    """Returns a text up to a stop string or its possible start."""
     ends = [text.find(stop) for stop in self._stop if stop in text]
     for stop in self._stop:
       ends += [

@@ -62,7 +62,7 @@ def axes_like_parameters(tree: Tree, table: Mapping[str, Any]) -> Tree:
   """
 
   def name(path, leaf):
-    # Optimizers nest parameters below keys of their own, so every suffix of the
+    # Optimizers nest parameters below additional keys, so every suffix of the
     # path is tried.
     keys = path_string(path).split('/')
     tails = ('/'.join(keys[start:]) for start in range(len(keys)))

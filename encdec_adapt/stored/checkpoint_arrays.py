@@ -38,7 +38,7 @@ def open_arrays(
   checkpoint.require_same({'params': state_lib.unflatten(table)}, partial=True)
   folder = checkpoint.open_state()
   names = {path: f'params/{path}' for path in table}
-  # Start with a full group, so that the first name opens a new one.
+  # Start with a full group, so that the first name opens a new group.
   group_of, size = {}, _GROUP_BYTES
   # Sorted by path, as exports read them: each group is restored once.
   for name in sorted(names.values()):

@@ -1,7 +1,7 @@
 """The frozen base of an adapter job, and the initial adapters.
 
-The base is a model on disk, or the base of a run whose adapters are trained
-further. Parameters are read one by one, so that a device holds at most one
+The base is a model on disk, or the base of a run with adapters to train
+further. Parameters are read in sequence, so that a device holds at most one
 parameter of a quantized base in float32.
 """
 

@@ -297,7 +297,7 @@ def embedding_model(
   Args:
     stored: the model.
     head: the head to put on the prompt-reading stack of another model; None for
-      an embedding model, which has one.
+      an embedding model, which has a head.
 
   Raises:
     UserError: a head is given for an embedding model.
@@ -372,11 +372,11 @@ def resolve(name: str | os.PathLike[str]) -> tuple[paths_lib.Path, int | None]:
   """Resolves a model name to a folder and a step; downloads from the Hub.
 
   Args:
-    name: a folder; RUN@STEP, the work directory of a run and one of its steps;
+    name: a folder; RUN@STEP, the work directory of a run and a step;
       or hf://ORG/NAME[@REVISION], a model on the Hub.
 
   Returns:
-    The folder, and the step; None without one.
+    The folder, and the step or None.
 
   Raises:
     UserError: the Hub refuses or cannot be reached.

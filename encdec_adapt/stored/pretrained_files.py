@@ -110,7 +110,7 @@ def check(sources: Folders) -> None:
 
 
 def keep(workdir: str | os.PathLike[str], sources: Folders) -> None:
-  """Copies the files into a work directory, replacing earlier ones.
+  """Copies the files into a work directory, replacing earlier files.
 
   Args:
     workdir: the work directory.

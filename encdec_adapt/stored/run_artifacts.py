@@ -40,7 +40,7 @@ def write_initial(
   """
   remove_summary(workdir)
   path = paths.at(workdir) / work_directory.COVERAGE
-  # An earlier start may have adapted a model, and this one not.
+  # An earlier start may have adapted a model, and this start not.
   path.unlink(missing_ok=True)
   if coverage:
     atomic.write_json(path, coverage.to_json())

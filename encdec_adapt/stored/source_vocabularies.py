@@ -22,7 +22,7 @@ def open_if_suitable(
   try:
     return choice and choice.open()
   except vocabulary.DamagedError:
-    # A subclass of UserError, but a damaged file is not an unsupported one.
+    # A subclass of UserError, but a damaged file is not an unsupported file.
     raise
   except errors.UserError as error:
     print(f'note: not used as a vocabulary: {error}')

@@ -164,7 +164,7 @@ def _save(folder: pathlib.Path, params: Any, meta: dict[str, Any]) -> None:
         0, {'params': params}, data=compute_cost.Cost().as_dict(), meta=meta
       )
   except manager.CheckpointError as error:
-    # Sources are read while saving; a damaged one is a user error.
+    # Sources are read while saving; a damaged source is a user error.
     raise errors.user_error_behind(error) or error from error
 
 
@@ -255,7 +255,7 @@ def keep_vocabularies(
   for side in opened.sides:
     folder = paths.at(workdir) / config_lib.VOCABULARIES / side
     sources = distinct[side].files if side in distinct else ()
-    # A SentencePiece model may have any name; this is the expected one.
+    # A SentencePiece model may have any name; this name is expected.
     names = {
       file.name
       if file.suffix == '.json'

@@ -90,7 +90,7 @@ class MetricWriter(contextlib.AbstractContextManager):
     plain = {name: _plain(value) for name, value in values.items()}
     encoded = {name: _encode(value) for name, value in plain.items()}
     record = {'kind': kind, 'step': step, **encoded}
-    # Trackers accept only numbers, including non-finite ones.
+    # Trackers accept only numbers, including non-finite numbers.
     scalars = {
       f'{kind}/{name}': float(value)
       for name, value in plain.items()

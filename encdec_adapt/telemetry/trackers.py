@@ -132,7 +132,7 @@ class WeightsAndBiases:
     )
     # A resumed job may have another configuration.
     self._run.config.update(config, allow_val_change=True)
-    # wandb's own step only grows, even if a job repeats steps.
+    # wandb's step only grows, even if a job repeats steps.
     self._run.define_metric('*', step_metric='step')
 
   def write(self, step: int, scalars: Mapping[str, float]) -> None:
@@ -145,7 +145,7 @@ class WeightsAndBiases:
     self._run.log({name: self._table(list(rows[0]), cells), 'step': step})
 
   def flush(self) -> None:
-    """Does nothing: wandb's own process writes the records."""
+    """Does nothing: wandb's process writes the records."""
 
   def close(self) -> None:
     """Ends this start of the run."""

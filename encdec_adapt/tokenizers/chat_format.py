@@ -56,7 +56,7 @@ class Template:
     after_turn: text after the end token.
     assistant: name of the assistant's role.
     strips: whether text is stripped.
-    system_apart: whether the system message is a turn of its own.
+    system_apart: whether the system message is a separate turn.
   """
 
   family: str
@@ -310,6 +310,6 @@ def _turns(messages: Messages, template: Template) -> list[tuple[str, str]]:
 
 def _ends(boundaries: np.ndarray) -> np.ndarray:
   """Returns the number of characters started before each token's end, [n]."""
-  # A token that ends inside a character counts the one after the last boundary.
+  # A token with an end inside a character counts that character too.
   characters = np.maximum.accumulate(np.maximum(boundaries, 0))
   return characters[1:] + (boundaries[1:] < 0)

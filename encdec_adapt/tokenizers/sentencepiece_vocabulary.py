@@ -74,7 +74,7 @@ class SentencePieceVocabulary(vocabulary.Vocabulary):
     self._prefix = ''
     edges = [], [roles['eos']]
     if self._is_t5:
-      # T5's tokenizer in transformers adds no BOS, even if the model has one.
+      # T5's tokenizer in transformers adds no BOS, even if the model has BOS.
       roles['bos'] = roles['pad']
       extra = self._extra_ids(stated.get('extra_ids', EXTRA_IDS))
       digest = vocabulary.digest_of(digest, extra)
@@ -159,7 +159,7 @@ class SentencePieceVocabulary(vocabulary.Vocabulary):
     return ids, bounds
 
   def _encode_with_surfaces(self, text: str) -> tuple[list[int], list[int]]:
-    """Encodes with a T5 model, whose pieces differ from the text."""
+    """Encodes with a T5 model (pieces differ from the text)."""
     # Name in earlier releases; `begin` counts characters there, else bytes.
     old = getattr(self._model, 'encode_as_immutable_proto', None)
     pieces = (old or self._model.encode_as_proto)(text).pieces

@@ -11,7 +11,7 @@
 
 No tokenizer.json is equivalent to a SentencePiece BPE model with both a space
 before every text and user-defined symbols: `tokenizers` also adds the space
-after every symbol, or omits it from texts that start with one. T5's models are
+after every symbol, or omits it before a leading symbol. T5's models are
 converted only with T5's normalisation, which merges spaces and line breaks.
 `check_convertible` rejects other models before training.
 
@@ -379,7 +379,7 @@ def _add_tokens(folder: pathlib.Path, tokens: Mapping[str, int]) -> bool:
   tokenizer.add_special_tokens(
     [tokenizers.AddedToken(name, normalized=False) for name in tokens]
   )
-  # `tokenizers` numbers new tokens from the end of its own vocabulary.
+  # `tokenizers` numbers new tokens from the end of its vocabulary.
   agree = all(tokenizer.token_to_id(name) == i for name, i in tokens.items())
   model = folder / T5
   if not model.exists():

@@ -4,7 +4,7 @@ Text never becomes a special id: '<eos>' or '<unused3>' in a text is encoded as
 characters. Encoding adds no framing, and decoding returns the encoded text. A
 tokenizer that loses more than Unicode normalisation does (unknown characters,
 spaces) is rejected on opening, unless it frames rows like T5
-(`special_ids.SideIds.ends_with_eos`); one that changes text has a `note`.
+(`special_ids.SideIds.ends_with_eos`); a lossy tokenizer has a `note`.
 
 Special tokens are found by name. Sentinels and UL2's mode tokens are
 
@@ -173,7 +173,7 @@ class Vocabulary(abc.ABC):
     self._take(range(self._original_size, size))
     if added_sentinels:
       self._add(added_sentinels)
-      # Records with sentinels are valid only for models with the same ones.
+      # Records are valid only for models with the same sentinels.
       digest = hashlib.sha256(
         f'{digest} and {added_sentinels} sentinels'.encode()
       ).hexdigest()

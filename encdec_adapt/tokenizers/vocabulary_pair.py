@@ -1,4 +1,4 @@
-"""Opens vocabularies: one per model, or a separate one for the encoder.
+"""Opens vocabularies: one per model, or another for the encoder.
 
 A vocabulary is a path, or one of two names:
 

@@ -222,7 +222,7 @@ class JobTelemetry(contextlib.AbstractContextManager):
     Args:
       step: the last step.
       steps: steps of the job.
-      within: saved step within the KL budget to use instead, None without one.
+      within: saved step within the KL budget to use instead, or None.
 
     Raises:
       UserError: the KL is over budget and no save is within it.

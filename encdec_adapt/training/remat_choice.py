@@ -2,7 +2,7 @@
 
 A policy that saves more values recomputes less and needs more memory. The
 estimate (`step_estimate`) ranks the policies, and at most two steps are
-compiled to measure their memory; the chosen one is reused. If neither fits,
+compiled to measure their memory; the chosen program is reused. If neither fits,
 `full` is compiled at its first call.
 """
 
@@ -29,7 +29,7 @@ LAST = 'full'  # No policy needs less memory.
 # XLA appends `.remat` to instructions it rematerialises to save memory, and
 # `.rematerialized` to copies of broadcasts in any case.
 _BY_XLA = re.compile(r'%[\w.-]*\.remat(?:_\w+)?(?:\.\d+)* = ')
-# Fractions of GPU memory: JAX's default, and the one advised in the message.
+# Fractions of GPU memory: JAX's default, and the advice in the message.
 _DEFAULT_SHARE, _LARGEST_SHARE = 0.75, 0.95
 
 
@@ -93,7 +93,7 @@ class Choice:
   def describe(self) -> str:
     """Describes the choice, its memory and its reason."""
     sizes = {}
-    # The chosen policy and the faster ones, which do not fit.
+    # The chosen policy and the faster policies, which do not fit.
     for name, size in self.estimates.items():
       sizes[name] = f'{disk.format_bytes(size)} by the estimate'
       if name == self.policy:

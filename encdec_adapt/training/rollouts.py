@@ -5,7 +5,7 @@ of the inference engine and an in-memory copy of the parameters in the compute
 dtype (sharded by `sharding.rules.Rules.for_sampling`). Shapes are fixed, so
 nothing compiles after the first step. Completions depend only on the
 parameters, the seed and (step, row, sample): a resumed job samples the same
-completions as an uninterrupted one. All processes make the same calls and get
+completions as an uninterrupted job. All processes make the same calls and get
 all completions.
 """
 

@@ -345,7 +345,7 @@ def check_vocabularies(data: data_section.DataConfig) -> None:
 
 
 def open_data(data: data_section.DataConfig) -> Data:
-  """Opens vocabularies and records; materializes missing ones first.
+  """Opens vocabularies and records; materializes missing records first.
 
   Materialization runs in a separate process, so that the training process never
   imports TensorFlow (sources `tfds:` and `seqio:`).

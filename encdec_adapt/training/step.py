@@ -266,7 +266,7 @@ def place_batch(
   def read_shard(name, index):
     rows, *columns = index
     # The slice of an unsharded axis has no start. `batch` has only the rows of
-    # this process's shards, so map the global start to a local one.
+    # this process's shards, so map the global start to a local start.
     start = shards.indices.index((rows.start or 0) // sizes[name]) * sizes[name]
     return batch[name][(slice(start, start + sizes[name]), *columns)]
 

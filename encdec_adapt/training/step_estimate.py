@@ -17,7 +17,7 @@ from encdec_adapt.training import workload
 
 # Memory of a TPU training step not counted below (cast and gathered weights,
 # copies), as fractions of the activations saved for the backward pass and of
-# the remainder. Estimated peaks are then 0.87 to 1.19 times the compiled ones
+# the remainder. Estimated peaks are then 0.87 to 1.19 times the compiled peaks
 # in `configs/plans`.
 _UNCOUNTED_SAVED = 0.16
 _UNCOUNTED_REMAINDER = 1.0
@@ -112,7 +112,7 @@ def _saved(work: workload.Workload, stack_pass: workload.StackPass) -> float:
     width += attentions * heads
   if remat in ('narrow_dots', 'dots', 'none'):
     # Queries, keys, values, and output projections back to the model width.
-    # Every answer has its own keys and values of the inputs.
+    # Every answer has separate keys and values of the inputs.
     width += attentions * (heads + stack.width) + stack.width
     positions = stack_pass.length + stack_pass.source_length
     width += keys_values * positions / stack_pass.length
@@ -160,7 +160,7 @@ def _working(
 
 
 def logits_pass(work: workload.Workload) -> workload.StackPass:
-  """Returns the pass whose states the logits are computed from."""
+  """Returns the pass with the states for the logits."""
   decoder = work.models[0].decoder
   return next(p for p in work.passes if p.stack is decoder)
 

@@ -53,7 +53,7 @@ class Workload:
 
   Attributes:
     partition: partition of the program on its mesh.
-    models: shapes of the models: the job's model, then the frozen ones.
+    models: shapes of the models: the job's model, then the frozen models.
     compute: section `compute` of the configuration.
     lengths: tokens of a row; for decoding, cache positions.
     rows: rows of the global batch.

@@ -226,7 +226,7 @@ def _missing_shards(
 def _open_set(
   spec: record_sets.RecordSpec, folder: paths.Path, elsewhere: bool
 ) -> _Build:
-  """Finds the finished shards of a set and removes unfinished ones.
+  """Finds the finished shards of a set and removes unfinished shards.
 
   `elsewhere`: other machines make the shards.
 

@@ -27,7 +27,7 @@ _DIVISOR = 4
 def estimate(data: data_section.DataConfig) -> dict[str, Any]:
   """Estimates the rows of training records from a sample of their text.
 
-  If the vocabulary must be trained, a temporary one is trained and discarded.
+  If the vocabulary must be trained, the estimate uses a temporary vocabulary.
   Duplicate documents count.
 
   Args:
@@ -83,7 +83,7 @@ def _small_shards(spec: record_sets.RecordSpec) -> dict[str, tuple[int, int]]:
   """Returns the number of shards per source, and how many to make.
 
   All shards of the real set, unless the source has more than 4 MiB; then only
-  the first of smaller ones, with at most 4 MiB or one document.
+  the first of smaller shards, with at most 4 MiB or one document.
   """
   shards, draw = {}, shard_jobs.make_draw(spec, 0)
   for part in materialization.all_sources(spec):

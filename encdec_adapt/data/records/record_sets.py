@@ -13,7 +13,7 @@ parts. Row numbers run through passes, then parts, then shards.
 `data/records/record_writing.py` writes the shards and, last, the manifest. The
 reader rejects manifests that differ from the configuration and shards with a
 size or hash other than the manifest's: ArrayRecord itself reads a truncated
-file as an empty one.
+file as empty.
 
 This module imports neither TensorFlow nor SeqIO.
 """

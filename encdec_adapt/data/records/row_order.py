@@ -65,7 +65,7 @@ class Interleaving:
 
   Turn k of a stream with share p has the time (k + 1/2) / p. Positions are all
   turns sorted by time, then by stream. Any block of positions can be computed
-  independently of earlier ones.
+  independently of earlier blocks.
   """
 
   def __init__(self, shares: Sequence[float]):

@@ -74,7 +74,7 @@ class SeqioSource(document_source.Source):
       yield from self._every(entries, shard_index, num_shards)
       return
     for file in range(shard_index % count, count, num_shards):
-      # The shards of a file, including this one, take turns.
+      # The shards of a file, including this shard, take turns.
       readers = range(file % num_shards, num_shards, count)
       turn = readers.index(shard_index)
       yield from itertools.islice(self._file(file), turn, None, len(readers))

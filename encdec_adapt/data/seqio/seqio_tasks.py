@@ -6,7 +6,7 @@ available to users' tasks:
 
     seqio.TaskRegistry.add(
       'my_ul2',
-      source=..,  # Examples with 'text', and 'id' if they have one.
+      source=..,  # Examples with 'text', and optionally 'id'.
       preprocessors=[functools.partial(seqio_tasks.make_pairs,
       objective='ul2')], output_features=seqio_tasks.features(vocabulary),
     )
@@ -73,7 +73,7 @@ class SeqioVocabulary(seqio.Vocabulary):
     ours: adapted vocabulary.
 
   `seqio.SentencePieceVocabulary` encodes in TensorFlow, which turns U+2581 in a
-  text into a space and matches the names of special pieces of Gemma's own files
+  text into a space and matches the names of special pieces of Gemma's files
   in text.
   """
 
@@ -176,7 +176,7 @@ class DocumentSource(seqio.DataSource):
 
     def read():
       stream = self._part.documents(self._draw, *shard)
-      # Passing documents one by one would cost several times as much as reading
+      # Passing single documents would cost several times as much as reading
       # them.
       while batch := list(itertools.islice(stream, _DOCUMENTS_AT_ONCE)):
         # Bytes, because TensorFlow strips trailing NULs from a str.
@@ -192,7 +192,7 @@ class DocumentSource(seqio.DataSource):
 
 
 def features(ours: vocabulary_lib.Vocabulary) -> dict[str, seqio.Feature]:
-  """Returns the output features of pairs in one of our vocabularies."""
+  """Returns the output features of pairs in an encdec_adapt vocabulary."""
   # Objectives append EOS themselves.
   feature = seqio.Feature(SeqioVocabulary(ours), add_eos=False)
   return {'inputs': feature, 'targets': feature}
@@ -224,7 +224,7 @@ def make_pairs(
     sentinels: policy for sentinels (`objectives/denoising.py`).
     source: name of the source; part of every random key.
     seed: seed of all random draws.
-    pass_index: pass over the source, with draws of its own.
+    pass_index: pass over the source, with independent draws.
 
   Returns:
     A dataset with 'inputs' and 'targets', int32 [n]; 'decoder_inputs' and
@@ -372,7 +372,7 @@ def register() -> None:
     vocabulary_pair.BYTES, added_sentinels=_SENTINELS
   )
   for name, entry in objective_names.NAMES.items():
-    # Names with a parser of their own, such as `denoise`, need options.
+    # Names with a separate parser, such as `denoise`, need options.
     if entry.parse or entry.maker.documents != 'text':
       continue
     seqio.TaskRegistry.add(

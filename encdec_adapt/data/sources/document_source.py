@@ -9,8 +9,8 @@ the last '::' (`group`) is hashed, so that two documents made from one text (the
 docstrings and the source of a module) are in the same split.
 
 Shards partition a source (`Source.entries`): for any number of shards, each
-document is in exactly one, and a shard always has the same documents in the
-same order.
+document is in exactly one shard, and a shard always has the same documents in
+the same order.
 
 This module imports neither TensorFlow nor SeqIO nor jax.
 """
@@ -137,7 +137,7 @@ class Source(abc.ABC):
       seed: seed of the split.
 
     Returns:
-      `document_source.in_split`, unless the source defines its own splits.
+      `document_source.in_split`, unless the source defines splits.
     """
     return in_split(document_id, split, eval_fraction, seed)
 
@@ -288,7 +288,7 @@ class Pieces(Source):
   """
 
   # Alternatives are tried in order. Each repeats the 4,000 characters, so that
-  # it matches only if all earlier ones fail. The split hashes piece numbers:
+  # it matches only if earlier patterns fail. The split hashes piece numbers:
   # another pattern would move text between the training and held-out splits.
   _PIECE = re.compile(
     r'.{4000}.{0,8000}?(?:\n\s*\n|\Z)'

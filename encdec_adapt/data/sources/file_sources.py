@@ -4,7 +4,7 @@ The files of a glob, sorted by name and concatenated, form a range of bytes;
 every shard reads an equal part of it: whole files if there are many, parts of a
 file if there are few. A document belongs to the shard with its first byte (for
 a paragraph, the first byte of the preceding empty line). Its id is its file and
-the offset of its first byte, or the file alone if that is one document. A
+the offset of its first byte, or just the file if it is a single document. A
 file's byte-order mark is dropped; elsewhere U+FEFF is text.
 
 Every shard decompresses .gz and .zst files from their start: a document's

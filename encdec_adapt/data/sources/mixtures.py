@@ -4,7 +4,7 @@
 
 ' + ' separates sources (`data/sources/text_sources.py`). The number after '@'
 is the source's weight (default 1): how often a pass draws each of its
-documents. Weight 2 draws all twice, 0.25 a quarter of them (a different one
+documents. Weight 2 draws all twice, 0.25 a quarter of them (a new quarter
 each pass), 1.5 all of them and half of them again. So a pass is an epoch of a
 source with weight 1, no text is dropped because another source is exhausted,
 and the content of a pass is known in advance. Held-out documents are drawn at
@@ -111,7 +111,7 @@ class Part:
     return sum(itertools.islice(filter(None, held_out), FEWEST))
 
   def has_few(self, draw: Draw) -> bool:
-    """Returns whether few documents would be held out and one is long."""
+    """Returns whether few documents would be held out and any is long."""
     if not self.source.divisible or not 0 < self.held_out(draw) < FEWEST:
       return False
     sizes = (len(document.text) for document in self.source.documents())

@@ -49,7 +49,7 @@ matching files are downloaded. Each shard of the records reads its share of the
 files (`data/sources/file_sources.py`) or of a TFDS dataset. Every shard scans
 the source `python` and documents split into pieces.
 
-Users add sources in modules of their own, as subclasses of
+Users add sources in separate modules, as subclasses of
 `document_source.Source` registered under a new kind
 (`document_source.register`). Opening a source of an unknown kind imports the
 modules in `config.data.seqio_modules`, in worker processes too.

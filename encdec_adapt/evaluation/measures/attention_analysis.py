@@ -362,7 +362,7 @@ def meap_scores(
     noised: attention received in the masked rows X_M.
     masked: bool [B, S], masked positions of X_M.
     intact: the other positions of the inputs.
-    groups: document group of every row; empty if each is its own.
+    groups: document group of every row; empty if each is a separate group.
   """
   for metric, function, mask in (
     ('score_decay', np.mean, masked),

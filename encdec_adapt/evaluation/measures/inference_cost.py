@@ -35,7 +35,7 @@ TASK = 'cost'
 REPEATS = 20  # Per latency; quartiles give its spread.
 _BATCH_REPEATS = 5  # The median ignores two slowed by other load.
 _WARM_UP = 2  # Uncounted repeats, for caches and clocks to settle.
-# Tolerated CPU share of other processes; a larger one is reported.
+# Tolerated CPU share of other processes; a larger share is reported.
 _LOADED = 0.1
 LATENCY = 'ms at batch 1'  # Axis of a figure.
 _QUARTILES = ('_low', '', '_high')  # Suffixes of metric names.
@@ -165,7 +165,7 @@ class CostEvaluation:
     decode = engine.programs.get(decoding.decode, engine.params, state, *ends)
     seconds: dict[str, list[float]] = {'prefill': [], 'decode': []}
     for _ in range(_WARM_UP + repeats):
-      # Both programs donate the state, so each run needs a new one.
+      # Both programs donate the state, so each run needs a new state.
       arguments = engine.prefill_arguments(requests, rows)
       state = _timed(seconds['prefill'], prefill, *arguments)
       _timed(seconds['decode'], decode, engine.params, state, *ends)

@@ -67,7 +67,7 @@ class Result:
 
     Args:
       task: name of the task.
-      groups: group of each row; empty if each is its own.
+      groups: group of each row; empty if each is a separate group.
     """
     return [
       results_store.ratio_score(task, name, *rows, groups)

@@ -129,7 +129,7 @@ def score(
     '' if name in ('13a', 'english') else f'/{name}' for name in tokenizers
   )
   suffixes = {'bleu': bleu_name, **dict.fromkeys(_ROUGE, rouge_name)}
-  # Without a tokenizer, rouge-score's own.
+  # Without a tokenizer, rouge-score's default.
   words = types.SimpleNamespace(tokenize=_words) if rouge_name else None
   scorer = rouge_scorer.RougeScorer(_ROUGE, use_stemmer=True, tokenizer=words)
   chrf = sacrebleu.CHRF()

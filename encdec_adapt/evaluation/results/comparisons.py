@@ -77,7 +77,7 @@ def compare(
   """Compares two arms on one metric.
 
   Args:
-    first: scores of an arm's runs, often a single one.
+    first: scores of an arm's runs, often a single run.
     second: scores of as many runs of another arm.
 
   Returns:

@@ -43,7 +43,7 @@ def sums(
   Returns:
     The numerators of the metric, or their differences, and its denominators,
     summed over the examples of each group, in the order of group names. Without
-    groups, each example is its own group.
+    groups, each example is a separate group.
 
   Raises:
     UserError: the metric has no per-example values, or the arms have different

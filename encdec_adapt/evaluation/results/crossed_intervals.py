@@ -7,8 +7,8 @@ of the totals r, the effect. In the two-way layout without repetitions (Scheffe,
 The Analysis of Variance, 1959, chapter 7), the mean has the variance (MS_seeds
 + MS_groups - MS_rest) / (seeds x groups) with Satterthwaite's degrees of
 freedom (Biometrics Bulletin 2, 1946). If the larger of MS_seeds and MS_groups
-exceeds this sum, it replaces it, with its own degrees of freedom. A bootstrap
-over both covers 77 to 95 % with 3 seeds.
+exceeds this sum, it replaces it, with its degrees of freedom. A bootstrap over
+both covers 77 to 95 % with 3 seeds.
 
 This module imports nothing from the package.
 """

@@ -8,7 +8,7 @@
 
 `fingerprint` identifies the model, `options` are all inputs of its scores;
 `weights` and `groups` follow `scores` if the examples have them. Non-finite
-numbers are null. Later lines replace earlier ones. From the package, this
+numbers are null. Later lines replace earlier lines. From the package, this
 module imports only `files` and `base.errors`.
 """
 
@@ -50,7 +50,7 @@ class Score:
     weights: per-example denominators, such as target tokens; empty if the
       metric is a mean.
     groups: document group of every example (`document_source.group`), with
-      dependent errors within a group; empty if each example is its own.
+      dependent errors within a group; empty if each example is a group.
   """
 
   task: str
@@ -75,7 +75,7 @@ def mean_score(
     task: name of the task.
     metric: name of the metric.
     scores: per-example values, at least one.
-    groups: group of every example; empty if each is its own.
+    groups: group of every example; empty if each is a group.
   """
   scores = tuple(map(float, scores))
   n = len(scores)
@@ -102,7 +102,7 @@ def ratio_score(
     metric: name of the metric.
     numerators: numerator of every example.
     weights: denominator of every example.
-    groups: group of every example; empty if each is its own.
+    groups: group of every example; empty if each is a group.
   """
   value, n = float(numerators.sum() / weights.sum()), len(numerators)
   # Linear in the examples: intervals and tests of means apply.
@@ -218,7 +218,7 @@ class Store:
 
   def _put(self, model: Model, options: str, score: Score) -> None:
     key = model, options
-    # Reinserted: readers of `entries` take the last one, but a dict keeps the
+    # Reinserted: readers of `entries` take the last entry, but a dict keeps the
     # position of the first insertion.
     self._scores[key] = scores = self._scores.pop(key, {})
     scores[score.task, score.metric] = score

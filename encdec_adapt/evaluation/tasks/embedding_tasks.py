@@ -16,7 +16,7 @@ Metrics are also computed for an embedding model's Matryoshka dimensions, as in
 `ndcg@10/128`. For other models, the states of their prompt-reading stack are
 mean-pooled. Queries and documents have the prefixes of the run; longer texts
 are truncated to the model's context. As in BEIR's evaluation, a query does not
-retrieve the document with its own id, which is the query itself (ArguAna), so
+retrieve the document of equal id, which is the query itself (ArguAna), so
 other ids must differ. From `evaluation`, this module imports only `results`.
 """
 
@@ -35,7 +35,7 @@ from encdec_adapt.stored import model_on_disk, pretrained_files
 from encdec_adapt.telemetry import progress
 
 _DEPTH = 10  # Number of retrieved documents per query.
-_RESTARTS = 10  # Runs of k-means; the one with the least inertia counts.
+_RESTARTS = 10  # Runs of k-means; the run with the least inertia counts.
 
 # Types of fields, and their names in errors.
 _NUMBER, _LABEL = (int, float), (int, float, str)
@@ -57,7 +57,7 @@ class EmbeddingEvaluation:
     texts: the texts by role, 'query' or 'document'.
     measure: computes metrics from the vectors of each role.
     content: all content of the file.
-    groups: document group of every query; empty if each is its own.
+    groups: document group of every query; empty if each is a separate group.
   """
 
   name: str

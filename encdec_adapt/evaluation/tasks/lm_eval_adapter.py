@@ -91,7 +91,7 @@ class Adapter(lm_eval_model.TemplateLM):
 
   @property
   def prefix_token_id(self) -> int:
-    """BOS, or T5's EOS: the context for texts without one."""
+    """BOS, or T5's EOS: stands in for an empty context."""
     return self._framed([])[0]
 
   def tok_encode(

@@ -124,7 +124,7 @@ def read(
     )
   folder = paths.at(file).parent
   templates = prompt_source.read_templates(str(folder / config['templates']))
-  # As published: skip prompts of other tasks, such as inverted ones, and
+  # As published: skip prompts of other tasks, such as inverted prompts, and
   # prompts without choices to rank.
   templates = [x for x in templates if x.choices and x.original]
   rows = read_rows(str(folder / config['data']))[:limit]

@@ -174,7 +174,7 @@ def rouge1_recall(text: str, reference: str) -> float:
 
 def without_cells(scores: results_store.Scores) -> results_store.Scores:
   """Drops the scores of single lengths, depths and positions."""
-  # Comparisons of some 20 examples each would bury the overall ones.
+  # Comparisons of some 20 examples each would bury the overall scores.
   return {
     name: [score for score in model_scores if not _cell(score)]
     for name, model_scores in scores.items()

@@ -13,7 +13,7 @@ inserted into text (the haystack) of a given number of tokens. The tasks:
 
 Needle in a haystack, the positions of the gold document and multi-needle
 reasoning are the retrieval tests of MEAP (arXiv:2502.07490). The same text,
-lengths and vocabulary give the same examples. Each example has its own facts,
+lengths and vocabulary give the same examples. Each example has separate facts,
 so the scores of a task are independent, as intervals and tests assume. From
 `evaluation`, this module imports only `results`.
 """
@@ -157,7 +157,7 @@ class Retrieval:
       ends = reader.sentence_ends
       context = hide(text, ends, int(arguments[0]), facts, depths)
     question = _question(things[:count])
-    # The question ends without a space, so each choice starts with one.
+    # The question ends without a space, so each choice starts with a space.
     choices = [f' {choice}' for choice in choices]
     return Example(task, context, question, codes[:count], choices)
 

@@ -286,7 +286,7 @@ def plan(
   allow_code: bool = False,
   prefix: str | None = '',
 ) -> Plan:
-  """Finds tasks and checks local ones, before a model is read.
+  """Finds tasks and checks local tasks, before a model is read.
 
   Args:
     names: names of tasks and groups; empty for all tasks of the folder.

@@ -288,7 +288,7 @@ def _answers(prompts, completions, fields) -> list[float]:
 def _load(text: str, label: str) -> Function:
   """Loads FUNCTION of a Python file, from FILE#FUNCTION."""
   path, _, name = text.rpartition('#')
-  # Dataclasses and pickle look modules up by name, so each file has its own.
+  # Dataclasses and pickle look modules up by name, so names must be unique.
   title = f'rewards_{zlib.crc32(path.encode()):x}'
   try:
     spec = importlib.util.spec_from_file_location(title, path)
@@ -314,7 +314,7 @@ def _call(title: str, function: Function, groups: Groups) -> list[float]:
   values, problem = _try(function, examples)
   if not problem:
     return values
-  # Call again, one example at a time, to name the failing one.
+  # Call again, one example at a time, to name the failing example.
   failures = ((x, _try(function, [x])[1]) for x in examples)
   failures = ((x, alone) for x, alone in failures if alone)
   (prompt, completion, _), problem = next(failures, (examples[0], problem))

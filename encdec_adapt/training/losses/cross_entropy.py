@@ -48,8 +48,8 @@ class CrossEntropy(loss.Loss):
     batch: loss.Batch,
   ) -> loss.Terms:
     """Computes the sums of the loss and its parts; see `loss.Loss.terms`."""
-    # One chunked pass for both distributions: the full logits of neither are
-    # ever in memory.
+    # A single chunked pass for both distributions, without full logits of
+    # either in memory.
     sums = vocabulary_loss.cross_entropy(
       outputs.hidden,
       outputs.table,

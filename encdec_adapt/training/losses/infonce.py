@@ -5,7 +5,7 @@ For a query q with positive p and temperature t, over the documents d
 
     -log exp(q.p / t) / (exp(q.p / t) + sum_d w_d exp(q.d / t))
 
-w_d is exp(hardness * stop_gradient(q.d)) for negatives of the query's own
+w_d is exp(hardness * stop_gradient(q.d)) for negatives of the query's
 example, else 1 (EmbeddingGemma, arXiv:2509.20354, section 2.2; its sum has the
 positives of other examples, here their negatives too). False negatives are
 masked out: documents equal to p, and positives of queries equal to q. The loss
@@ -23,9 +23,9 @@ is a mean over queries. Further terms:
   `config.teacher.checkpoint`, summed over the texts of an example.
 
 The loss compares texts across the global batch, so it is not a sum over
-microbatches: `predict` embeds them one after another, and the backward pass
+microbatches: `predict` embeds them in sequence, and the backward pass
 recomputes their activations (gradient caching, arXiv:2101.06983). Every text
-has its own dropout masks; the teacher and held-out texts have no dropout.
+has separate dropout masks; the teacher and held-out texts have no dropout.
 """
 
 from collections.abc import Mapping
@@ -93,7 +93,7 @@ class InfoNce(loss.Loss):
     """Computes the vectors of texts, [B, M, E].
 
     Args:
-      model: the trained model or a frozen one.
+      model: the trained model or a frozen model.
       params: its parameters.
       batch: fields of `objectives.framing`.
       routing: list for the router losses of the layers; None to skip them.

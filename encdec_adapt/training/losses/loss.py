@@ -62,7 +62,7 @@ class Loss:
     name: value of `config.loss.kind`, and section of its options.
     references: names of the frozen models that the loss reads.
     metrics: metric of a step -> 'sum', or its divisor in `divisors`, such as
-      'mean'. Subclasses add their terms to the common ones: `loss`, `weight`
+      'mean'. Subclasses add their terms to the common metrics: `loss`, `weight`
       (target tokens of all answers), and for models with experts
       `load_balance` (1 if all experts get equally many tokens) and
       `router_z_loss`, both unweighted means over layers and tokens of a
@@ -108,7 +108,7 @@ class Loss:
     """Computes the hidden states that predict the targets.
 
     Args:
-      model: the trained model or a frozen one.
+      model: the trained model or a frozen model.
       params: its parameters.
       batch: fields of `objectives.framing`; G answers per row, [P, G, T],
         become rows of the result, [P * G, T, D].

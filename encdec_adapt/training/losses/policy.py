@@ -11,7 +11,7 @@ and a loss per completion.
 |      |                    | deviation of the group       |                   |
 
 Each rollout is used for one update, so the old log-probabilities are the
-current ones with a stopped gradient, and ratios are 1 with a gradient. Logits
+current values with a stopped gradient, and ratios are 1 with a gradient. Logits
 are divided by the sampling temperature, after the soft-cap. A completion of
 weight 0 (`cut='mask'`) counts only in the mean and deviation of its group.
 """

@@ -64,7 +64,7 @@ class Preference(comparison.Comparison):
   def objective(
     self, terms: loss.Terms, divisors: loss.Terms
   ) -> Float[Array, '']:
-    """Adds the weighted cross-entropy, which has its own divisor."""
+    """Adds the weighted cross-entropy, which has a separate divisor."""
     cross_entropy = terms['cross_entropy'] / divisors['chosen']
     share = self.cross_entropy * cross_entropy
     return super().objective(terms, divisors) + share

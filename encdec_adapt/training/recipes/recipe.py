@@ -200,7 +200,7 @@ def rows_of(sections: Sections, rows: type[Rows] = Rows, **fields: Any) -> Rows:
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-  """Base class of recipes; `of` makes a complete one from a configuration.
+  """Base class of recipes; `of` makes a complete recipe from a configuration.
 
   Attributes:
     losses: base class of its losses.
