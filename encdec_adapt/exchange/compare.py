@@ -275,7 +275,8 @@ def _compare_texts(
     with torch.no_grad():
       theirs = model.generate(torch.tensor([prompt]), **options)[0].tolist()
     # A decoder-only model continues from the last token of the prompt.
-    start = ours.model.architecture.frame(prompt, [0], writer.bos).tokens
+    kind = ours.model.architecture
+    start = kind.scoring_input(prompt, [0], writer.bos).tokens
     loaded = dataclasses.replace(model_in_memory.read(folder), stored=ours)
     request = engine_lib.Request(np.array(prompt, np.int32), _CONTINUED)
     with jax.default_matmul_precision('highest'):

@@ -114,7 +114,7 @@ def score_texts(
     loaded.model,
     loaded.params,
     [[pair] for pair in pairs],
-    mesh=loaded.where.mesh,
+    mesh=loaded.placement.mesh,
     rules=loaded.rules,
     rows=loaded.rows(min(batch_size, len(pairs))),
     ids=ids,

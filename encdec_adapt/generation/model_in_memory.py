@@ -313,8 +313,8 @@ class LoadedModel:
       self.params,
       ids or self.special_ids,
       decode=decode or self._decode,
-      mesh=self.where.mesh,
-      rules=self.where.rules,
+      mesh=self.placement.mesh,
+      rules=self.placement.rules,
       **options,
     )
 
@@ -336,7 +336,7 @@ class LoadedModel:
       self.model,
       self.params,
       pairs,
-      mesh=self.where.mesh,
+      mesh=self.placement.mesh,
       rules=self.rules,
       rows=self.rows(batch_size),
       bos=bos,
@@ -361,7 +361,7 @@ class LoadedModel:
       self.model,
       self.params,
       list(texts.values()),
-      mesh=self.where.mesh,
+      mesh=self.placement.mesh,
       rules=self.rules,
       pooling=pooling,
       rows=self.rows(min(batch_size, max(len(texts), 1))),
@@ -369,7 +369,7 @@ class LoadedModel:
       yield indices[number], states
 
   @functools.cached_property
-  def where(self) -> state_lib.Placement:
+  def placement(self) -> state_lib.Placement:
     """The placement: model, mesh and sharding rules of the parameters."""
     # Read from the arrays: `dataclasses.replace` may have replaced them, and
     # arrays on a single device have no mesh.
@@ -378,7 +378,7 @@ class LoadedModel:
 
   def rows(self, least: int) -> int:
     """Rounds a number of rows up to a multiple that divides over the mesh."""
-    shards = self.where.rules.on(self.where.mesh).size('batch')
+    shards = self.placement.rules.on(self.placement.mesh).size('batch')
     return -(-least // shards) * shards
 
   def _framed(

@@ -233,7 +233,7 @@ def prefill(
     bos: decoder start token of an encoder-decoder.
   """
   params = quantization.dequantize(params, model.compute.dtype)
-  positions, segments = lengths.frame(group.tokens, group.lengths)
+  positions, segments = lengths.positions_and_mask(group.tokens, group.lengths)
   entries, tokens = model.architecture.prefill(
     model, params, (group.tokens, segments, positions), bos
   )

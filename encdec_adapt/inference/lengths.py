@@ -120,7 +120,7 @@ def pad(
   return tokens, counts
 
 
-def frame(
+def positions_and_mask(
   tokens: Int[Array, 'B L'], counts: Int[Array, 'B']
 ) -> tuple[Int[Array, 'B L'], Int[Array, 'B L']]:
   """Returns positions 0, 1, .. and segments: 1 for tokens, 0 for padding."""

@@ -124,7 +124,7 @@ def _frame(
 ) -> Batch:
   targets, counts = lengths.pad([pair.continuation for pair in pairs], rows)
   fill = [0] * (rows - len(pairs))
-  framed = [model.architecture.frame(*pair, bos) for pair in pairs]
+  framed = [model.architecture.scoring_input(*pair, bos) for pair in pairs]
   # Without an encoder all rows share an empty context.
   numbers: dict[tuple[int, ...], int] = {}
   owners = [numbers.setdefault(row.source, len(numbers)) for row in framed]
@@ -151,7 +151,9 @@ def _score(
 ) -> tuple[Float[Array, 'B'], Bool[Array, 'B']]:
   """Returns each continuation's log-probability and whether it is greedy."""
   with partition.use(mesh, rules.as_dict()):
-    positions, segments = lengths.frame(batch.encoder, batch.encoder_counts)
+    positions, segments = lengths.positions_and_mask(
+      batch.encoder, batch.encoder_counts
+    )
     source = model.architecture.source(
       model, params, (batch.encoder, segments, positions)
     )
@@ -159,8 +161,10 @@ def _score(
     inputs = [x[batch.contexts] for x in source]
     # Position that predicts the first token: the context's last token, or BOS.
     first = jnp.maximum(batch.prefix_counts - 1, 0)
-    positions, segments = lengths.frame(batch.decoder, first + batch.counts)
-    _, prefix = lengths.frame(batch.decoder, batch.prefix_counts)
+    positions, segments = lengths.positions_and_mask(
+      batch.decoder, first + batch.counts
+    )
+    _, prefix = lengths.positions_and_mask(batch.decoder, batch.prefix_counts)
     hidden = model.decode(
       params, batch.decoder, segments, positions, *inputs, prefix=prefix
     )

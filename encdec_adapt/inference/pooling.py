@@ -83,7 +83,7 @@ def _pool(
   counts: Int[Array, 'B'],
 ) -> Float[Array, 'B E']:
   with partition.use(mesh, rules.as_dict()):
-    positions, real = lengths.frame(tokens, counts)
+    positions, real = lengths.positions_and_mask(tokens, counts)
     states = model.architecture.encode(model, params, (tokens, real, positions))
     pooled = embedding_head.pool(states, real, 1, pooling)[:, 0]
     if isinstance(head := model.config.decoder.head, heads.Embedding):

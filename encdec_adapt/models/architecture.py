@@ -42,7 +42,7 @@ Params = Mapping[str, Any]
 Ids = Sequence[int | np.integer] | np.ndarray
 
 
-class Framed(NamedTuple):
+class ScoringInput(NamedTuple):
   """A context and its continuation, framed for scoring.
 
   Attributes:
@@ -247,7 +247,9 @@ class Architecture:
     del batch
     return None
 
-  def frame(self, context: Ids, continuation: Ids, bos: int) -> Framed:
+  def scoring_input(
+    self, context: Ids, continuation: Ids, bos: int
+  ) -> ScoringInput:
     """Frames a continuation for scoring.
 
     Args:
@@ -258,7 +260,7 @@ class Architecture:
     del bos
     # The last token is only predicted, not read.
     tokens = [*context, *continuation[:-1]]
-    return Framed((), tokens, len(context))
+    return ScoringInput((), tokens, len(context))
 
   def prefill(
     self, model: Any, params: Params, fields: Fields, bos: Int[Array, ''] | int
@@ -347,9 +349,11 @@ class EncoderDecoder(Architecture):
     """Computes the encoder's states; returns them with their segments."""
     return self.encode(model, params, fields, **options), fields[1]
 
-  def frame(self, context: Ids, continuation: Ids, bos: int) -> Framed:
+  def scoring_input(
+    self, context: Ids, continuation: Ids, bos: int
+  ) -> ScoringInput:
     """Frames the context for the encoder, the continuation for the decoder."""
-    return Framed(tuple(context), [bos, *continuation[:-1]], 0)
+    return ScoringInput(tuple(context), [bos, *continuation[:-1]], 0)
 
   def prefill(
     self, model: Any, params: Params, fields: Fields, bos: Int[Array, ''] | int

@@ -81,7 +81,7 @@ def read(
       f' than {loaded.stored.path}: {"; ".join(differing)}; serve the run as'
       ' --checkpoint.'
     )
-  placement = dataclasses.replace(loaded.where, adapters=adapters)
+  placement = dataclasses.replace(loaded.placement, adapters=adapters)
   trained = {
     path: model_on_disk.place(array, placement.parameters[path], jnp.float32)
     for path, array in stored.trained().items()

@@ -111,7 +111,7 @@ def test_reward_models_of_other_vocabularies_or_lengths_are_refused(tmp_path):
   def opened(lengths=framing.Lengths(8, 8), model=trained, path=folder):
     compute = model.model.compute
     return job_models.open_reward_model(
-      str(path), model.where, compute, choice, lengths
+      str(path), model.placement, compute, choice, lengths
     )
 
   params = opened().read()

@@ -144,7 +144,7 @@ def test_logits_of_inputs_are_those_that_xla_counts():
     config.loss.on_inputs = on_inputs
     recipe = config_lib.load(config, sources=False).recipe
     rows = framing.stack_rows([row])
-    batch = recipe.rows.frame(rows, gemma_ids.FRAMING.decoder)
+    batch = recipe.rows.transform(rows, gemma_ids.FRAMING.decoder)
 
     def total(params, batch):
       return loss.sums(recipe.loss, model, params, batch, {})['loss']

@@ -127,7 +127,7 @@ def test_spans_are_learnt_from_the_text_and_sentinels_as_they_are():
   frozen = toy_models.params(conftest.SOURCE)
   own = toy_models.params(conftest.PAIR, 2)
   row = framing.frame_row([pair], conftest.LENGTHS, gemma_ids.FRAMING)
-  rows = recipe.rows.frame(framing.stack_rows([row]), ids)
+  rows = recipe.rows.transform(framing.stack_rows([row]), ids)
   batch = jax.tree.map(jnp.asarray, rows)
   models = {'teacher': losses.loss.Frozen(teacher, frozen)}
   terms = losses.loss.sums(loss, student, own, batch, models)

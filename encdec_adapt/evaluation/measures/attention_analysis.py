@@ -272,7 +272,7 @@ class AttentionEvaluation(held_out.HeldOutEvaluation):
     Returns:
       Metrics of the task `TASK`; `evaluation/README.md` lists them.
     """
-    placement, record_set = model.where, self.record_set.spaced(self.rows)
+    placement, record_set = model.placement, self.record_set.spaced(self.rows)
     compute = dataclasses.replace(model.model.compute, remat='none')
     unrolled = build.unroll(build.build(model.config, compute))
     params = build.unroll_params(model.model, model.params)

@@ -107,7 +107,7 @@ class HeldOutEvaluation:
       `loss_shuffled_prefix` (not for rows without inputs or with several pairs,
       nor for a single row); for classifiers also `f1`.
     """
-    placement, record_set = model.where, self.record_set
+    placement, record_set = model.placement, self.record_set
     spec, count = record_set.spec, len(record_set)
     read = functools.partial(batches, record_set, model, rows, report)
     evaluate = functools.partial(_evaluator(placement), model.params)
@@ -148,7 +148,7 @@ def batches(
   """
   teacher = setup.reads_teacher_row(record_set.spec.lengths, model.config)
   stream = setup.evaluation_batches(
-    record_set, rows, model.where, teacher=teacher, **options
+    record_set, rows, model.placement, teacher=teacher, **options
   )
   # Batch i is requested after dispatching the previous ones, so about i batches
   # are done.

@@ -97,12 +97,12 @@ class PreferenceEvaluation:
     metrics, references = _open_metrics(model, framing.Lengths(*longest))
     axes = preferences.ROWS.axes
     models = {name: x.placement.model for name, x in references.items()}
-    evaluator = perplexity.Evaluator(model.where, metrics, axes, models)
+    evaluator = perplexity.Evaluator(model.placement, metrics, axes, models)
     shapes = [model.config, *(x.config for x in models.values())]
     frozen, _ = job_models.read_frozen(references)
 
     def batches() -> Iterator[framing.Batch]:
-      local = setup.local_rows(rows, model.where)
+      local = setup.local_rows(rows, model.placement)
       teacher = setup.reads_teacher_row(row, *shapes)
       for start in range(0, len(examples), rows):
         report(start, len(examples))
@@ -157,7 +157,7 @@ def _open_metrics(
       return run.recipe.metrics, job_models.open_frozen(
         run.recipe.frozen,
         run.teacher.dtype,
-        model.where,
+        model.placement,
         model.model.compute,
         stored.vocabularies,
         longest,

@@ -71,5 +71,5 @@ class OnPolicyBatches(record_batches.SampledBatches):
       'length': float(drawn / divisor),
       'cut_short': float((~samples.ended[chosen]).sum() / divisor),
     }
-    batch = self._recipe.rows.frame(rows, records.framing.decoder)
+    batch = self._recipe.rows.transform(rows, records.framing.decoder)
     return batch, local, metrics

@@ -46,7 +46,7 @@ class RecordBatches:
     rows = self._read()
     numbers = rows.pop('row')
     ids = self._data.vocabularies.decoder.ids
-    return self._recipe.rows.frame(rows, ids), numbers, {}
+    return self._recipe.rows.transform(rows, ids), numbers, {}
 
   def evaluate(
     self, step: int, params: base_model.Params, beat: Callable[[], None]

@@ -215,7 +215,7 @@ def _write_shards(
       numbers[numbers >= stop] = row_order.FILLER
       batch = loader.read_batch(records, numbers, teacher_row)
       numbers = batch.pop('row')
-      batch = recipe.rows.frame(batch, special)
+      batch = recipe.rows.transform(batch, special)
       arrays = choose(params, numbers, step_lib.place_batch(batch, placed))
       ids, weights = map(np.asarray, arrays)
       for i in np.flatnonzero(numbers >= 0):

@@ -58,7 +58,7 @@ class Distillation(recipe.Recipe):
     fields = dict(language_model_recipe.on_inputs(sections, loss))
     if loss.reads_windows:
       _check_windows(sections, loss)
-      fields['frame'] = framing.with_windows
+      fields['transform'] = framing.with_windows
     lengths, sampling = sections.data.train.lengths, None
     if loss.on_policy:
       sampling = _sampling(sections, loss)

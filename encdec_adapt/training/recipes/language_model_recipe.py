@@ -73,7 +73,7 @@ def on_inputs(
   if not loss.on_inputs:
     return {}
   logits = sections.data.train.lengths.teacher
-  return {'frame': _with_targets_of_inputs, 'logits': logits}
+  return {'transform': _with_targets_of_inputs, 'logits': logits}
 
 
 def _with_targets_of_inputs(

@@ -30,7 +30,7 @@ from encdec_adapt.training.sections import (
   train_section,
 )
 
-Frame = Callable[[framing.Batch, special_ids.SideIds], framing.Batch]
+Transform = Callable[[framing.Batch, special_ids.SideIds], framing.Batch]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,8 +149,8 @@ class Rows:
     answers: answers per row.
     logits: positions of a row with logits.
     axes: logical axes of batch fields, see `placement.batch_axes`.
-    frame: transforms a batch of records on the host, given the special ids of
-      the decoder's vocabulary.
+    transform: maps a batch of records on the host, given the special ids of the
+      decoder's vocabulary.
     compared: whether the loss compares the rows of a batch, and so splits the
       batch into microbatches itself.
     stored_teacher: folder with stored teacher probabilities of the rows; ''
@@ -162,7 +162,7 @@ class Rows:
   answers: int
   logits: int
   axes: Mapping[str, tuple[str | None, ...]]
-  frame: Frame = _unchanged
+  transform: Transform = _unchanged
   compared: bool = False
   stored_teacher: str = ''
 
@@ -176,7 +176,7 @@ class Rows:
       teacher: whether to include the teacher's fields.
     """
     row = self.fields.frame((), self.lengths, ids, teacher=teacher)
-    return self.frame(framing.stack_rows([row]), ids.decoder)
+    return self.transform(framing.stack_rows([row]), ids.decoder)
 
 
 def rows_of(sections: Sections, rows: type[Rows] = Rows, **fields: Any) -> Rows:
