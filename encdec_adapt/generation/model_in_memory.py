@@ -140,18 +140,13 @@ class LoadedModel:
         f'{len(inputs)} inputs and targets {targets!r:.60}; give a list with a'
         ' target for each input.'
       )
-    writer = self.tokenizer
-    tokens = [writer.encode(text) for text in targets]
+    tokens = list(map(self.tokenizer.encode, targets))
     longest = max(map(len, tokens), default=0)
     _, encoded = self._encode(inputs, chosen, longest)
     pairs = list(map(log_likelihoods.Pair, encoded, tokens))
-    scores = row_batches.in_order(
-      self.score_tokens(pairs, bos=writer.bos, batch_size=chosen.batch_size)
-    )
-    return [
-      Score(score.log_prob, len(x))
-      for score, x in zip(scores, tokens, strict=True)
-    ]
+    scores = self.score_tokens(pairs, chosen.batch_size)
+    counts = map(len, tokens)
+    return [Score(x.log_prob, n) for x, n in zip(scores, counts, strict=True)]
 
   def embed(
     self, texts: Sequence[str], pooling: str | None = None, **options: Any
@@ -321,26 +316,26 @@ class LoadedModel:
   def score_tokens(
     self,
     pairs: Sequence[log_likelihoods.Pair],
-    *,
-    bos: int,
     batch_size: int = 8,
-  ) -> Iterator[tuple[int, log_likelihoods.Scored]]:
+    report: Callable[[int], Any] = lambda done: None,
+  ) -> list[log_likelihoods.Scored]:
     """Scores continuations; see `inference.log_likelihoods.score`.
 
     Args:
       pairs: contexts and continuations.
-      bos: first token of an encoder-decoder's decoder.
       batch_size: pairs per batch, rounded up to divide over the devices.
+      report: called with the number of scored pairs.
     """
-    return log_likelihoods.score(
+    scores = log_likelihoods.score(
       self.model,
       self.params,
       pairs,
       mesh=self.placement.mesh,
       rules=self.rules,
       rows=self.rows(batch_size),
-      bos=bos,
+      bos=self.tokenizer.bos,
     )
+    return row_batches.in_order(scores, report)
 
   def embed_tokens(
     self,

@@ -21,7 +21,7 @@ Process 0 runs lm-eval, with a single rank; the others `follow` it. Only this
 module imports lm-eval's model interface, when a task is run.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lm_eval.api import instance
@@ -239,19 +239,16 @@ class Adapter(lm_eval_model.TemplateLM):
     kind, work = distributed.from_lead(lambda: [kind, work], 'evaluation')
     if kind == 'stop':
       return None
-    run = self._run_score if kind == 'score' else self._run_generate
-    return row_batches.in_order(
-      run(work), lambda count: self._report(count, len(work))
-    )
+    report = lambda count: self._report(count, len(work))  # noqa: E731
+    if kind == 'score':
+      pairs = [log_likelihoods.Pair(*pair) for pair in work]
+      return self._loaded.score_tokens(pairs, self._batch_size, report)
+    completions = self._generate(work)
+    return [x.text for x in row_batches.in_order(completions, report)]
 
-  def _run_score(self, work: Sequence[Any]) -> Any:
-    return self._loaded.score_tokens(
-      [log_likelihoods.Pair(*pair) for pair in work],
-      batch_size=self._batch_size,
-      bos=self._writer.bos,
-    )
-
-  def _run_generate(self, work: Sequence[Any]) -> Any:
+  def _generate(
+    self, work: Sequence[Any]
+  ) -> Iterator[tuple[int, engine.Completion]]:
     runner = self._loaded.engine(rows=self._loaded.rows(self._batch_size))
     requests = []
     for i, (tokens, options) in enumerate(work):
@@ -261,8 +258,7 @@ class Adapter(lm_eval_model.TemplateLM):
       seed = sampling.seed_of(0, i)
       config = sampling.SamplingConfig(**options['sampling'], seed=seed)
       requests.append(engine.Request(prompt, limit, config, stop))
-    for i, completion in runner.run(requests):
-      yield i, completion.text
+    return runner.run(requests)
 
 
 def _read_options(options: dict[str, Any]) -> dict[str, Any]:

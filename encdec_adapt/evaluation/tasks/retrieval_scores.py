@@ -101,10 +101,7 @@ class RetrievalEvaluation:
     ]
     completions = model.engine(rows=rows).run(requests)
     answers = row_batches.in_order(completions, lambda n: report(n, total))
-    scored = row_batches.in_order(
-      model.score_tokens(pairs, batch_size=rows, bos=writer.bos),
-      lambda n: report(count + n, total),
-    )
+    scored = model.score_tokens(pairs, rows, lambda n: report(count + n, total))
     reader = model.stored.require_vocabularies().sides[model.stored.prompt_side]
     texts = [reader.decode(example.context) for example in examples]
     return _scores(

@@ -164,6 +164,16 @@ def test_a_mesh_gives_the_same():
   np.testing.assert_allclose(got.ratios, want.ratios, rtol=2e-6)
 
 
+def test_f1_of_counts():
+  # Right label by row, given label by column.
+  table = np.array([[4, 1, 0], [2, 3, 0], [0, 0, 0]])
+  macro, micro = held_out.f1(table)
+  # 2 * 4 / (5 + 6), and 2 * 3 / (5 + 4); the third label does not occur.
+  assert macro == pytest.approx((8 / 11 + 6 / 9) / 2)
+  assert micro == pytest.approx(6 / 9)
+  assert held_out.f1(np.diag([3, 0, 0])) == (1.0, 0.0)
+
+
 def test_nothing_to_evaluate_is_refused():
   evaluator, _ = _evaluator('encoder_decoder')
   params = _loaded('encoder_decoder').params

@@ -91,7 +91,7 @@ def test_a_language_model_ranks_by_mean_log_probabilities(spec, tmp_path):
     for x, line in zip(made, LINES, strict=False)
     for name in ('chosen', 'rejected')
   ]
-  sums = dict(model.score_tokens(pairs, bos=writer.bos))
+  sums = model.score_tokens(pairs)
   means = [sums[i].log_prob / len(pair[1]) for i, pair in enumerate(pairs)]
   margins = np.diff(np.reshape(means, (3, 2)))[:, 0] * [-1, -1, 1]
   found = [x.scores['margin'] for x in made]

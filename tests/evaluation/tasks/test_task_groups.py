@@ -130,7 +130,7 @@ def test_scores_are_those_of_the_logits(kind, models):
   # Continuations of one context, which an encoder reads once.
   pairs += [log_likelihoods.Pair(pairs[0].context, [i, 7]) for i in (5, 6)]
   pairs += [log_likelihoods.Pair(pairs[3].context, [9])]
-  found = dict(loaded.score_tokens(pairs, batch_size=4, bos=2))
+  found = loaded.score_tokens(pairs, batch_size=4)
   for i, (context, continuation) in enumerate(pairs):
     if kind == 'decoder_only':
       logits = loaded.logits(np.array([[*context, *continuation[:-1]]]))
@@ -144,7 +144,7 @@ def test_scores_are_those_of_the_logits(kind, models):
     assert found[i].greedy == (log_probs.argmax(1) == continuation).all()
   # The likeliest continuation of one token is greedy.
   best = log_likelihoods.Pair(pairs[-1].context, [int(log_probs.argmax(1)[0])])
-  assert dict(loaded.score_tokens([best], bos=2))[0].greedy
+  assert loaded.score_tokens([best])[0].greedy
 
 
 @pytest.mark.parametrize('kind', KINDS)
@@ -190,7 +190,7 @@ def test_likelihoods_are_of_the_model(models, tmp_path):
     log_likelihoods.Pair([2, *reader.encode(a)], list(reader.encode(b)))
     for a, b in framed
   ]
-  want = dict(loaded.score_tokens(pairs, bos=2))
+  want = loaded.score_tokens(pairs)
   for i, (log_prob, greedy) in enumerate(found):
     assert log_prob == pytest.approx(want[i].log_prob, abs=1e-4)
     assert greedy == want[i].greedy
@@ -211,7 +211,7 @@ def test_a_separator_joins_context_and_choice(kind, models):
     )
     for a, b in split
   ]
-  want = dict(loaded.score_tokens(pairs, bos=2))
+  want = loaded.score_tokens(pairs)
   objectives = objective_names.parse(r'pairs:separator="\n"')
   stored = dataclasses.replace(loaded.stored, objectives=objectives)
   of_run = dataclasses.replace(loaded, stored=stored)
