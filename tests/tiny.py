@@ -340,14 +340,35 @@ def wait_until(
     time.sleep(0.002)
 
 
-def run_two(
-  flags: list[str], workdir: pathlib.Path, command: str = 'train'
-) -> tuple[list[int], str]:
-  """Statuses and output of a job of two processes with a device each."""
+def start_two(
+  flags: list[str],
+  workdir: pathlib.Path,
+  command: str = 'train',
+  devices: int = 1,
+) -> tuple[list[subprocess.Popen], pathlib.Path]:
+  """Starts a job of two processes; returns them and the folder of their logs.
+
+  Args:
+    flags: flags but the work directory.
+    workdir: the work directory.
+    command: the command, see `start`.
+    devices: of each process.
+  """
   logs = workdir.with_name(f'{workdir.name}_logs')
   flags = [*flags, f'--workdir={workdir}']
-  codes = wait_all(start_several(2, command, *flags, devices=1, logs=logs))
-  return codes, '\n'.join(log.read_text() for log in sorted(logs.iterdir()))
+  return start_several(2, command, *flags, devices=devices, logs=logs), logs
+
+
+def run_two(*arguments, **options) -> tuple[list[int], str]:
+  """Statuses and output of a job of two processes, see `start_two`."""
+  processes, logs = start_two(*arguments, **options)
+  return wait_all(processes), read_logs(logs)
+
+
+def read_logs(folder: pathlib.Path) -> str:
+  """What the processes of a job have printed, with their names."""
+  files = sorted(folder.glob('*.log'))
+  return '\n'.join(f'{log.name}:\n{log.read_text()}' for log in files)
 
 
 def run_code(code: str, *arguments: str) -> subprocess.CompletedProcess:

@@ -32,6 +32,12 @@ def folder(tmp_path_factory):
   return place
 
 
+def _run(count, folder, *command):
+  """Runs a command of so many processes to its end."""
+  started = tiny.start_several(count, *command, logs=folder)
+  assert tiny.wait_all(started) == [0] * count, tiny.read_logs(folder)
+
+
 @pytest.mark.long
 def test_two_processes_generate_what_one_does(folder, tmp_path):
   prompts = tmp_path / 'prompts.jsonl'
@@ -40,23 +46,12 @@ def test_two_processes_generate_what_one_does(folder, tmp_path):
   found = []
   for count in (1, 2):
     output = tmp_path / f'{count}.jsonl'
-    flags_of = [*flags, f'--output={output}']
-    if count == 1:
-      assert not tiny.run('generate', *flags_of).returncode
-    else:
-      started = tiny.start_several(2, 'generate', *flags_of, logs=tmp_path)
-      assert tiny.wait_all(started) == [0, 0], (
-        tmp_path / 'process_0.log'
-      ).read_text()
+    _run(count, tmp_path, 'generate', *flags, f'--output={output}')
     lines = [json.loads(line) for line in output.read_text().splitlines()]
     found.append([(line['prompt'], line['continuation']) for line in lines])
   assert found[0] == found[1]
   output = tmp_path / 'embedded.jsonl'
-  embed = [*flags, '--embed=mean', f'--output={output}']
-  started = tiny.start_several(2, 'generate', *embed, logs=tmp_path)
-  assert tiny.wait_all(started) == [0, 0], (
-    tmp_path / 'process_0.log'
-  ).read_text()
+  _run(2, tmp_path, 'generate', *flags, '--embed=mean', f'--output={output}')
   assert len(output.read_text().splitlines()) == len(PROMPTS)
   assert [prompt for prompt, _ in found[0]] == PROMPTS
 
@@ -74,14 +69,7 @@ def test_two_processes_evaluate_as_one_does(folder, tmp_path):
   found = []
   for count in (1, 2):
     output = tmp_path / str(count)
-    flags_of = [*flags, f'--output={output}']
-    if count == 1:
-      assert not tiny.run('evaluate', *flags_of).returncode
-    else:
-      started = tiny.start_several(2, 'evaluate', *flags_of, logs=tmp_path)
-      assert tiny.wait_all(started) == [0, 0], (
-        tmp_path / 'process_0.log'
-      ).read_text()
+    _run(count, tmp_path, 'evaluate', *flags, f'--output={output}')
     assert (output / 'report.html').exists()
     lines = (output / 'results.jsonl').read_text().splitlines()
     kept = [x for x in map(json.loads, lines) if x['task'] != 'cost']

@@ -101,7 +101,7 @@ def folder(tmp_path_factory):
     }.items():
       (folder / f'{i}' / link).symlink_to(folder / path)
   codes = tiny.wait_all(tiny.start_programs(_MEMBER, folder, 2, folder))
-  assert codes == [0, 0], [log.read_text() for log in folder.glob('*.log')]
+  assert codes == [0, 0], tiny.read_logs(folder)
   return folder
 
 

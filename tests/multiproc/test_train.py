@@ -1,7 +1,6 @@
 """Two real processes train and stop as one, and resume as two or one."""
 
 import json
-import pathlib
 import shutil
 import signal
 import time
@@ -47,33 +46,11 @@ def flags(folder):
   ]
 
 
-@pytest.fixture(scope='module')
-def start(folder):
-  """Starts a job of two processes; returns them and their logs' folder."""
-
-  def call(flags, workdir, command='train', devices=DEVICES):
-    """Starts a command."""
-    logs = folder / f'{workdir.name}_logs'
-    flags = [*flags, f'--workdir={workdir}']
-    return tiny.start_several(
-      2, command, *flags, devices=devices, logs=logs
-    ), logs
-
-  return call
-
-
-@pytest.fixture(scope='module')
-def train_by_two(start):
+def _train_by_two(flags, workdir, command='train', devices=DEVICES) -> str:
   """Runs a job of two processes to its end; returns what they print."""
-
-  def call(*arguments):
-    """Runs a job."""
-    processes, logs = start(*arguments)
-    codes, text = tiny.wait_all(processes), _text(logs)
-    assert codes == [0, 0], text
-    return text
-
-  return call
+  codes, text = tiny.run_two(flags, workdir, command, devices)
+  assert codes == [0, 0], text
+  return text
 
 
 def _train_by_one(flags, workdir) -> str:
@@ -85,19 +62,14 @@ def _train_by_one(flags, workdir) -> str:
 
 
 @pytest.fixture(scope='module')
-def two(folder, flags, train_by_two):
+def two(folder, flags):
   """The work directory of two processes without an interruption."""
   # Process 0 alone reads the losses of saved steps.
   flags = [*flags, '--config.checkpoint.keep_best=True']
-  train_by_two(flags, folder / 'two')
+  _train_by_two(flags, folder / 'two')
   # Process 0 alone has trackers.
   assert len(list((folder / 'two' / 'tensorboard').iterdir())) == 1
   return folder / 'two'
-
-
-def _text(logs: pathlib.Path) -> str:
-  files = sorted(logs.iterdir())
-  return '\n'.join(f'{log.name}:\n{log.read_text()}' for log in files)
 
 
 def _records(workdir):
@@ -116,7 +88,7 @@ def _wait_for_step(processes, logs, workdir, step: int) -> None:
       and any(r['step'] >= step for r in metrics.read_metrics(path))
     ),
     *processes,
-    text=lambda: _text(logs),
+    text=lambda: tiny.read_logs(logs),
   )
 
 
@@ -139,23 +111,21 @@ def _assert_resumed_exactly(text, step, workdir, reference) -> None:
   tiny.assert_same_params(workdir, reference)
 
 
-def test_after_one_is_killed_both_resume(
-  folder, flags, start, train_by_two, two
-):
+def test_after_one_is_killed_both_resume(folder, flags, two):
   workdir = folder / 'killed'
   flags = [*flags, '--config.checkpoint.every=4']
-  processes, logs = start(flags, workdir)
+  processes, logs = tiny.start_two(flags, workdir, devices=DEVICES)
   try:
     _wait_for_step(processes, logs, workdir, 9)
     processes[1].kill()
   finally:
     codes = tiny.wait_all(processes)
-  assert codes == [-signal.SIGABRT, -signal.SIGKILL], _text(logs)
+  assert codes == [-signal.SIGABRT, -signal.SIGKILL], tiny.read_logs(logs)
   step = manager.open_latest(workdir).step
   assert step >= 4
   # As if killed before the manifest: process 0 alone reads the step in full.
   (workdir / manager.FOLDER / str(step) / checksums.FILE).unlink()
-  text = train_by_two(flags, workdir)
+  text = _train_by_two(flags, workdir)
   _assert_resumed_exactly(text, step, workdir, two)
   *_, last = (r for r in metrics.read_metrics(workdir) if r['kind'] == 'job')
   assert last['starts'] == 2 and last['lost_steps'] >= 9 - step
@@ -173,35 +143,31 @@ def test_two_processes_equal_one(folder, flags, two):
 
 
 def test_a_mesh_that_crosses_processes_equals_one_that_does_not(
-  folder, flags, train_by_two, two
+  folder, flags, two
 ):
   """Each process holds three of the four shards of rows."""
   workdir = folder / 'crossing'
   flags = [*flags, f'--config.train.steps={STEPS // 2}']
   flags += ['--config.mesh.fsdp=4', '--config.mesh.tensor=2']
-  train_by_two(flags, workdir, 'tests.multiproc.crossing_train', 4)
+  _train_by_two(flags, workdir, 'tests.multiproc.crossing_train', 4)
   _assert_close(workdir, two, 2e-5, STEPS // 2)
 
 
 @pytest.mark.slow
-def test_the_smallest_memory_of_all_decides(
-  folder, flags, train_by_two, monkeypatch
-):
+def test_the_smallest_memory_of_all_decides(folder, flags, monkeypatch):
   monkeypatch.setenv('MEMORY', f'{2**30},{2**21}')
   workdir = folder / 'chosen'
   flags = [*flags, '--config.train.steps=2']
-  text = train_by_two(flags, workdir, 'tests.accelerator')
+  text = _train_by_two(flags, workdir, 'tests.accelerator')
   assert 'the fastest that fits into 1.8 MiB, 90% of' in text
   config = json.loads((workdir / 'config.json').read_text())
   assert config['compute']['remat'] == 'dots'
 
 
 @pytest.mark.slow
-def test_both_stop_after_one_step_and_resume_as_two_or_one(
-  folder, flags, start, train_by_two, two
-):
+def test_both_stop_after_one_step_and_resume_as_two_or_one(folder, flags, two):
   workdir = folder / 'stopped'
-  processes, logs = start(flags, workdir)
+  processes, logs = tiny.start_two(flags, workdir, devices=DEVICES)
   try:
     _wait_for_step(processes, logs, workdir, 2)
     # Without process 0 no step ends: the notice arrives before the last one.
@@ -212,12 +178,12 @@ def test_both_stop_after_one_step_and_resume_as_two_or_one(
   finally:
     processes[0].send_signal(signal.SIGCONT)
     codes = tiny.wait_all(processes)
-  assert codes == [exit_status.RESTART] * 2, _text(logs)
+  assert codes == [exit_status.RESTART] * 2, tiny.read_logs(logs)
   step = manager.open_latest(workdir).step
   assert step == max(number for _, number in _records(workdir)) < STEPS
 
   by_one = shutil.copytree(workdir, folder / 'stopped_by_one')
-  text = train_by_two(flags, workdir)
+  text = _train_by_two(flags, workdir)
   _assert_resumed_exactly(text, step, workdir, two)
   # On another mesh: the same rows, equal to rounding, which is printed.
   mesh = ['--config.mesh.fsdp=2', '--config.mesh.tensor=2']
