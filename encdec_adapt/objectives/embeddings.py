@@ -26,7 +26,6 @@ Scores and vectors are stored in float16. Pure NumPy; must not import
 TensorFlow, SeqIO or JAX.
 """
 
-import collections
 from collections.abc import Iterable, Mapping, Sequence
 import functools
 from typing import Any, NamedTuple
@@ -101,6 +100,7 @@ class Embed(example_maker.ExampleMaker):
   reads = 'text'
   documents = 'embed'
   one_vocabulary = 'it has no decoder'
+  _counted = ('dropped', 'truncated', 'negatives_left_out')
 
   def __init__(
     self,
@@ -130,8 +130,6 @@ class Embed(example_maker.ExampleMaker):
     self._texts, self._vectors = texts, vectors
     self._encode, self._truncates = vocabulary.encode, too_long == 'truncate'
     self._prefixes = query, document
-    names = 'dropped', 'truncated', 'negatives_left_out'
-    self.counts = collections.Counter(dict.fromkeys(names, 0))
 
   @classmethod
   def rows(cls, options):

@@ -95,12 +95,14 @@ class ExampleMaker(abc.ABC):
   reads = 'tokens'
   teacher_reads = ''
   one_vocabulary = 'both sides read the tokens of one window'
+  # Counts that the manifest has even if they are 0.
+  _counted: tuple[str, ...] = ()
 
   def __init__(self, name: str, lengths: framing.Lengths):
     """Initializes without checks; `Objective.make` checks the lengths."""
     self.name = name
     self.lengths = lengths
-    self.counts: collections.Counter[str] = collections.Counter()
+    self.counts = collections.Counter(dict.fromkeys(self._counted, 0))
     self.first_losses: dict[str, str] = {}
 
   @classmethod

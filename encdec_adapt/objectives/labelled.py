@@ -14,7 +14,6 @@ Targets are label indices, aligned with the tokens read.
 Pure NumPy; must not import TensorFlow, SeqIO or JAX.
 """
 
-import collections
 from collections.abc import Sequence
 import functools
 from typing import Any
@@ -44,6 +43,7 @@ class Classify(example_maker.ExampleMaker):
   reads = 'text'
   documents = 'labels'
   one_vocabulary = 'it has no decoder'
+  _counted = ('dropped', 'truncated')
 
   @classmethod
   def rows(cls, options):
@@ -85,7 +85,6 @@ class Classify(example_maker.ExampleMaker):
     self._numbers = {label: i for i, label in enumerate(labels)}
     self._truncates = too_long == 'truncate'
     self._encode = vocabulary.encode
-    self.counts = collections.Counter(dropped=0, truncated=0)
 
   def examples(self, documents, generator, policy=example_maker.POLICY):
     for name, pair in self._parsed(documents, policy, self._pair):

@@ -21,7 +21,6 @@ has the margin of the chosen answer (0 if unknown), and 0.
 Pure NumPy; must not import TensorFlow, SeqIO or JAX.
 """
 
-import collections
 from collections.abc import Sequence
 import dataclasses
 from typing import Any, NamedTuple
@@ -123,6 +122,7 @@ class Preferences(supervised.Supervised):
     for name in ('prefix', 'separator')
   }
   documents = 'preferences'
+  _counted = ('dropped', 'ties')
 
   @classmethod
   def rows(cls, options):
@@ -132,11 +132,6 @@ class Preferences(supervised.Supervised):
   def revisions(cls, options):
     # Without the revisions of `chat`.
     return ('answers leave a position of their row for BOS',)
-
-  def __init__(self, name, lengths, vocabulary, *encoder, **options):
-    """Checks the options; see `Supervised`."""
-    super().__init__(name, lengths, vocabulary, *encoder, **options)
-    self.counts = collections.Counter(dropped=0, ties=0)
 
   def examples(self, documents, generator, policy=example_maker.POLICY):
     for name, parsed in self._parsed(documents, policy, self._example):

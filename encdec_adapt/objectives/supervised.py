@@ -47,7 +47,6 @@ have no copies. The layout `inputs` is ours; the paper's models are decoders:
 Pure NumPy; must not import TensorFlow, SeqIO or JAX.
 """
 
-import collections
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import functools
 import json
@@ -113,6 +112,7 @@ class Supervised(example_maker.ExampleMaker):
   documents = 'pairs'
   teacher_reads = 'inputs'
   one_vocabulary = ''
+  _counted = ('dropped', 'truncated')
 
   @classmethod
   def without_masks(cls, text, options):
@@ -162,7 +162,6 @@ class Supervised(example_maker.ExampleMaker):
         vocabulary lacks special tokens.
     """
     super().__init__(name, lengths)
-    self.counts = collections.Counter(dropped=0, truncated=0)
     self._truncates = too_long == 'truncate'
     self._meap = meap
     self._prefix = prefix

@@ -24,7 +24,7 @@ from encdec_adapt.data.records import (
 from encdec_adapt.objectives import framing, shared_noise
 
 
-class Loader:
+class Loader(Iterator[framing.Batch]):
   """Iterator over training batches.
 
   A batch has the fields of `objectives/framing.py` and `row` [B] int32, the row
@@ -120,9 +120,6 @@ class Loader:
     # Grain needs a finite length; no job reaches this one.
     batches = sys.maxsize if self.remaining is None else self.remaining
     self._batches = _prefetched(make, batches, prefetch)
-
-  def __iter__(self) -> Iterator[framing.Batch]:
-    return self
 
   def __next__(self) -> framing.Batch:
     """Returns the next batch.

@@ -10,7 +10,6 @@ This module imports neither TensorFlow nor SeqIO.
 
 from collections.abc import Mapping
 from concurrent import futures
-import contextlib
 import fcntl
 import hashlib
 import itertools
@@ -61,9 +60,13 @@ def fetch(
         )
     return target
   disk.require_writable(target)
-  with _locked(target), futures.ThreadPoolExecutor(_THREADS) as pool:
-    # Under the lock: a shard being copied by another process would look missing
-    # and be copied twice.
+  with (
+    open(target.with_name(f'{target.name}.lock'), 'ab') as lock,
+    futures.ThreadPoolExecutor(_THREADS) as pool,
+  ):
+    # The kernel releases the lock however a process ends. Without it, a shard
+    # being copied by another process would look missing and be copied twice.
+    fcntl.flock(lock, fcntl.LOCK_EX)
     damaged = pool.map(lambda name: damage(target / name, shards[name]), shards)
     missing = [*itertools.compress(shards, damaged)]
     nbytes = sum(shards[name]['bytes'] for name in missing)
@@ -124,11 +127,3 @@ def _copy(
     )
   paths.sync(draft)
   os.replace(draft, path)
-
-
-@contextlib.contextmanager
-def _locked(target: pathlib.Path):
-  # `flock`: the kernel releases it however a process ends.
-  with open(target.with_name(f'{target.name}.lock'), 'ab') as file:
-    fcntl.flock(file, fcntl.LOCK_EX)
-    yield

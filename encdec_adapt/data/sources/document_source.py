@@ -4,9 +4,9 @@ A source is a subclass of `Source`, registered under a kind, the prefix of its
 names (`register`). `text_sources` opens sources by name.
 
 Document ids do not depend on the machine, the reader, or the number of shards
-or workers. They determine the train/eval split (`in_split`): the part before
-the last '::' (`group`) is hashed, so that two documents made from one text (the
-docstrings and the source of a module) are in the same split.
+or workers. They determine the train/eval split (`Source.in_split`): the part
+before the last '::' (`group`) is hashed, so that two documents made from one
+text (the docstrings and the source of a module) are in the same split.
 
 Shards partition a source (`Source.entries`): for any number of shards, each
 document is in exactly one shard, and a shard always has the same documents in
@@ -58,23 +58,6 @@ def is_development(name: str) -> bool:
     name: name of the group.
   """
   return randomness.digest('development', name) % 3 == 0
-
-
-def in_split(
-  document_id: str, split: str, eval_fraction: float, seed: int
-) -> bool:
-  """Returns whether a document belongs to `split`, by a hash of its id.
-
-  Args:
-    document_id: document id; only its `group` counts.
-    split: 'train' or 'eval'.
-    eval_fraction: share of the documents in 'eval', in [0, 1].
-    seed: seed of the split.
-  """
-  # A hash, not a sequential draw: a document keeps its split if the source
-  # grows or is sharded differently.
-  uniform = randomness.digest('split', seed, group(document_id)) / 2**128
-  return (uniform < eval_fraction) == (split == 'eval')
 
 
 class Source(abc.ABC):
@@ -130,16 +113,18 @@ class Source(abc.ABC):
   ) -> bool:
     """Returns whether a document belongs to `split`.
 
+    A hash of the id decides, unless the source defines its own splits.
+
     Args:
-      document_id: document id of this source.
+      document_id: document id of this source; only its `group` counts.
       split: 'train' or 'eval'.
       eval_fraction: share of the documents in 'eval', in [0, 1].
       seed: seed of the split.
-
-    Returns:
-      `document_source.in_split`, unless the source defines splits.
     """
-    return in_split(document_id, split, eval_fraction, seed)
+    # A hash, not a sequential draw: a document keeps its split if the source
+    # grows or is sharded differently.
+    uniform = randomness.digest('split', seed, group(document_id)) / 2**128
+    return (uniform < eval_fraction) == (split == 'eval')
 
   def locate(self, document_id: str) -> str:
     """Returns a document's location for messages, by default its id."""

@@ -99,7 +99,7 @@ class FileSource(document_source.Source):
         f'source {self.name!r}: no file matches {self.pattern!r}; check the'
         f' path (from {os.getcwd()}), and quote the glob in the shell'
       )
-    # The split ignores the part of an id after its last '::' (`in_split`).
+    # The split ignores the part of an id after its last '::' (`group`).
     self._ids = {
       path: _encodable(os.path.relpath(path, root)).replace('::', ':_:')
       for path in self._sizes

@@ -6,7 +6,7 @@ import pytest
 
 from encdec_adapt.data.making import shard_jobs
 from encdec_adapt.data.records import record_sets, record_writing
-from encdec_adapt.data.sources import document_source, text_sources
+from encdec_adapt.data.sources import text_sources
 from encdec_adapt.objectives import framing, objective_names, randomness
 from encdec_adapt.tokenizers import vocabulary_pair
 from tests import tiny
@@ -50,8 +50,9 @@ def test_examples_are_what_the_parts_make(tmp_path, objective):
   vocabulary = vocabulary_pair.open_vocabulary(VOCABULARY)
   maker = objective_names.parse_one(objective).make(LENGTHS, vocabulary)
   expected = []
-  for document in text_sources.open_source(source).documents():
-    if document_source.in_split(document.id, 'train', 0.3, 3):
+  texts = text_sources.open_source(source)
+  for document in texts.documents():
+    if texts.in_split(document.id, 'train', 0.3, 3):
       expected += maker.examples(
         [(document.id, vocabulary.encode(document.text))],
         randomness.Keyed(3, 0, source),
