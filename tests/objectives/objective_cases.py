@@ -1,10 +1,11 @@
 """A vocabulary for tests of objectives, and the pairs they make in it."""
 
+import json
 from types import SimpleNamespace
 
 import numpy as np
 
-from encdec_adapt.objectives import framing, objective_names
+from encdec_adapt.objectives import example_maker, framing, objective_names
 from tests import gemma_ids
 
 EOS = gemma_ids.EOS
@@ -13,6 +14,11 @@ A, B, C = 5, 6, 7  # Sentinels.
 R, S, X = 8, 9, 10
 TEXT = 500  # First id of text.
 STOP = 1000  # Ends a sentence.
+
+# A token for every character.
+LETTERS = SimpleNamespace(
+  encode=lambda text: np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+)
 
 
 def vocabulary(sentinels=96, **changes):
@@ -52,6 +58,14 @@ def pairs(objective, tokens, seed=0):
   return list(
     objective.pairs(tokens, lambda i: np.random.default_rng([seed, i]))
   )
+
+
+def examples(maker, *contents, locate=str, **policy):
+  """Returns the examples of documents of JSON; their ids count from 0."""
+  documents = [(str(i), json.dumps(x)) for i, x in enumerate(contents)]
+  policy = example_maker.DocumentPolicy(locate, **policy)
+  generator = lambda name: np.random.default_rng(0)  # noqa: E731
+  return list(maker.examples(documents, generator, policy))
 
 
 def lists(pair):

@@ -1,7 +1,6 @@
 """Texts to embed: sources, rows of several examples, and bad input."""
 
 import json
-import types
 
 import numpy as np
 import pytest
@@ -10,24 +9,14 @@ from encdec_adapt.base import errors
 from encdec_adapt.data.making import packing
 from encdec_adapt.data.records import row_codec
 from encdec_adapt.data.sources import text_sources
-from encdec_adapt.objectives import example_maker, framing, objective_names
+from encdec_adapt.objectives import framing, objective_names
 from tests import gemma_ids
-
-# A token for every character.
-LETTERS = types.SimpleNamespace(
-  encode=lambda text: np.frombuffer(text.encode(), np.uint8).astype(np.int32)
-)
+from tests.objectives.objective_cases import LETTERS, examples
 
 
 def _make(name, length=16):
   objective = objective_names.parse_one(name)
   return objective, objective.make(framing.Lengths(length, 0), LETTERS)
-
-
-def _examples(maker, *contents, **policy):
-  documents = [(f'd{i}', json.dumps(x)) for i, x in enumerate(contents)]
-  policy = example_maker.DocumentPolicy(**policy)
-  return list(maker.examples(documents, None, policy))
 
 
 def test_a_line_is_a_query_with_texts_and_what_a_teacher_says(tmp_path):
@@ -54,16 +43,16 @@ def test_a_line_is_a_query_with_texts_and_what_a_teacher_says(tmp_path):
     text_sources.open_source(f'embed:{file}#q')
 
 
-def test_rows_hold_texts_of_several_examples():
+def test_rows_hold_texts_of_severalexamples():
   objective, maker = _make('embed:texts=6,query=q:,document=d:')
-  examples = _examples(
+  made = examples(
     maker,
     [['a', 'b', 'c'], [2.0, 0.0], None],  # 3 texts of 3 tokens.
     [['a', 'x'], [0.5], None],
     [['e', 'f'], [0.0], None],
   )
   lengths = framing.Lengths(32, 0)
-  rows = list(packing.pack_pairs(examples, objective.rows.capacity(lengths)))
+  rows = list(packing.pack_pairs(made, objective.rows.capacity(lengths)))
   assert [len(row) for row in rows] == [2, 1]  # Six texts fit, seven do not.
   row = row_codec.decode_row(
     row_codec.encode_row(rows[0], objective.rows), objective.rows
@@ -91,13 +80,13 @@ def test_rows_hold_texts_of_several_examples():
 def test_long_examples_and_many_negatives():
   long = [['abcdefgh', 'xyz', 'abcdef'], None, None]
   _, dropping = _make('embed', 15)
-  assert not _examples(dropping, long) and dropping.counts['dropped'] == 1
+  assert not examples(dropping, long) and dropping.counts['dropped'] == 1
   _, cutting = _make('embed:too_long=truncate', 15)
-  (example,) = _examples(cutting, long)
+  (example,) = examples(cutting, long)
   assert example.targets.tolist() == [4, 3, 4]
   objective, few = _make('embed:texts=3,vectors=2')
   vectors = [[1, 0], [0, 1], [1, 1], [2, 2]]
-  (example,) = _examples(few, [['a', 'b', 'c', 'd'], [3, 2, 1], vectors])
+  (example,) = examples(few, [['a', 'b', 'c', 'd'], [3, 2, 1], vectors])
   assert few.counts['negatives_left_out'] == 1
   lengths = framing.Lengths(16, 0)
   row = objective.rows.frame([example], lengths, gemma_ids.FRAMING)
@@ -128,7 +117,7 @@ def test_long_examples_and_many_negatives():
 )
 def test_bad_examples_are_named(name, content, message):
   _, maker = _make(name)
-  with pytest.raises(errors.UserError, match=f'example d0: its? .*{message}'):
-    _examples(maker, content)
-  assert not _examples(maker, content, skips_bad=True)
+  with pytest.raises(errors.UserError, match=f'example 0: its? .*{message}'):
+    examples(maker, content)
+  assert not examples(maker, content, skips_bad=True)
   assert maker.counts['bad_documents'] == 1

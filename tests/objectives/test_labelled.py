@@ -1,31 +1,24 @@
 """Labels aligned with tokens, on literal examples."""
 
 import json
-import types
 
-import numpy as np
 import pytest
 
 from encdec_adapt.base import errors
 from encdec_adapt.data.sources import text_sources
 from encdec_adapt.objectives import framing, objective_names
-
-# A token for every character.
-LETTERS = types.SimpleNamespace(
-  encode=lambda text: np.frombuffer(text.encode(), np.uint8).astype(np.int32)
-)
+from tests.objectives import objective_cases
 
 
 def _make(name, length=16):
   lengths = framing.Lengths(length, 0)
-  return objective_names.parse_one(name).make(lengths, LETTERS)
+  return objective_names.parse_one(name).make(lengths, objective_cases.LETTERS)
 
 
 def _pairs(objective, *contents):
-  documents = [(f'd{i}', json.dumps(x)) for i, x in enumerate(contents)]
   return [
     (bytes(pair.inputs.tolist()).decode(), *map(list, (pair.targets, pair[4])))
-    for pair in objective.examples(documents, None)
+    for pair in objective_cases.examples(objective, *contents)
   ]
 
 
@@ -62,7 +55,11 @@ def test_long_examples_are_dropped_or_cut():
   [
     ('classify:labels=a', [['x'], 'a'], 'at least two'),
     ('classify', [['x'], 'a'], 'at least two'),
-    ('classify:labels=a|b', [['x'], 'c'], r"d0: its label 'c' is none of"),
+    (
+      'classify:labels=a|b',
+      [['x'], 'c'],
+      r"example 0: its label 'c' is none of",
+    ),
     ('classify:labels=a|b', [[['x']], 'a'], 'lists of words'),
     ('classify:labels=a|b', [[''], 'a'], 'without tokens'),
     ('tag:labels=a|b', [['x'], 'a'], 'one list of words'),

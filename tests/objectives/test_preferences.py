@@ -1,26 +1,13 @@
 """Preferences: literal ids, framing, what is dropped, and bad documents."""
 
-import json
-from types import SimpleNamespace
-
-import jax
-from jax import numpy as jnp
-import numpy as np
 import pytest
 
 from encdec_adapt.base import errors
-from encdec_adapt.data.records import row_codec, row_display
-from encdec_adapt.models import build, model_config
-from encdec_adapt.objectives import (
-  example_maker,
-  framing,
-  objective_names,
-  preferences,
-)
-from encdec_adapt.sharding import mesh, placement, rules
+from encdec_adapt.data.records import row_codec
+from encdec_adapt.objectives import framing, objective_names, preferences
 from encdec_adapt.tokenizers import vocabulary_pair
-from encdec_adapt.training import state, step
-from tests import gemma_ids, tiny_tokenizers, toy_models
+from tests import gemma_ids, tiny_tokenizers
+from tests.objectives import objective_cases
 
 LENGTHS = framing.Lengths(8, 5)  # BOS and four targets.
 BYTES = vocabulary_pair.open_vocabulary(vocabulary_pair.BYTES)
@@ -30,8 +17,7 @@ EOS = BYTES.eos
 def _make(name, *documents, lengths=LENGTHS, vocabulary=BYTES):
   """Returns the maker, and the examples of [chosen, rejected, prompt, ..]."""
   maker = objective_names.parse_one(name).make(lengths, vocabulary)
-  contents = ((f'file:{i}', json.dumps(x)) for i, x in enumerate(documents))
-  return maker, list(maker.examples(contents, None))
+  return maker, objective_cases.examples(maker, *documents)
 
 
 def _ids(text, end=True):
@@ -106,8 +92,12 @@ def test_what_is_dropped_is_counted():
 @pytest.mark.parametrize(
   'name, document, message',
   [
-    ('preferences', ['yes', 'yes', 'why', None], 'file:0: .* the same tokens'),
-    ('preferences', ['yes', ' ', 'why', None], 'file:0: an answer is empty'),
+    (
+      'preferences',
+      ['yes', 'yes', 'why', None],
+      'example 0: .* the same tokens',
+    ),
+    ('preferences', ['yes', ' ', 'why', None], 'example 0: an answer is empty'),
     ('preferences', ['a', 'b', [], None], 'use the objective chat_preferences'),
   ],
 )
@@ -115,24 +105,18 @@ def test_bad_documents_are_named_or_counted(name, document, message):
   with pytest.raises(errors.UserError, match=message):
     _make(name, document)
   maker = objective_names.parse_one(name).make(LENGTHS, BYTES)
-  policy = example_maker.DocumentPolicy(skips_bad=True)
-  assert not [*maker.examples([('a', json.dumps(document))], None, policy)]
+  assert not objective_cases.examples(maker, document, skips_bad=True)
   assert maker.counts['bad_documents'] == 1
 
 
-def _framed(count):
+def test_a_prompt_is_framed_once_and_answers_by_the_rules_of_pairs():
   _, examples = _make(
     'preferences', ['b', 'ab', 'why', 1.5], ['a', 'abc', '', None]
   )
-  rows = [[example] for example in examples] * (count // 2)
   frame = preferences.ROWS.frame
-  return framing.stack_rows(
-    [frame(row, LENGTHS, gemma_ids.FRAMING, teacher=True) for row in rows]
+  rows = framing.stack_rows(
+    [frame([x], LENGTHS, gemma_ids.FRAMING, teacher=True) for x in examples]
   )
-
-
-def test_a_prompt_is_framed_once_and_answers_by_the_rules_of_pairs():
-  rows = _framed(2)
   assert rows['encoder_tokens'].shape == (2, 8)
   assert rows['decoder_tokens'].shape == (2, 2, 5)
   assert rows['teacher_tokens'].shape == (2, 2, 13)
@@ -142,45 +126,5 @@ def test_a_prompt_is_framed_once_and_answers_by_the_rules_of_pairs():
   rows['decoder_tokens'][1, 1, 2] += 1
   with pytest.raises(ValueError, match='shifted right" does not hold at row 1'):
     preferences.ROWS.check(rows, gemma_ids.FRAMING)
-  filler = preferences.ROWS.frame([], LENGTHS, gemma_ids.FRAMING)
+  filler = frame([], LENGTHS, gemma_ids.FRAMING)
   assert filler['targets'].shape == (2, 5) and not filler['weights'].any()
-
-
-def test_two_answers_are_shown():
-  _, (example,) = _make('preferences', ['yes', 'no', 'why', 1.0])
-  record_set = SimpleNamespace(
-    read=lambda rows: [[example]],
-    spec=SimpleNamespace(objectives=objective_names.parse('preferences')),
-  )
-  opened = vocabulary_pair.Opened(BYTES, BYTES)
-  shown = row_display.describe(record_set, opened, [0], colour=False)
-  names = [line.split()[0] for line in shown.splitlines()[2:]]
-  assert names == ['inputs', 'rejected', 'targets']
-
-
-def test_two_answers_are_placed_and_split_into_microbatches():
-  rows = _framed(16)
-  devices = mesh.make_mesh(mesh.MeshConfig())
-  model = build.build(model_config.DecoderOnlyConfig(toy_models.stack()))
-  where = state.Placement(model, devices, rules.RULES['fsdp'])
-  axes = preferences.ROWS.axes
-  placed = step.place_batch(rows, where, axes)
-  assert placed['targets'].sharding.spec[1] is None
-
-  def loss(params, part, key):
-    del key
-    total = jnp.sum(part['weights'] * params['x'])
-    return total, {'weight': jnp.sum(part['weights'])}
-
-  shardings = {'x': placement.replicated(devices)}
-  with jax.set_mesh(devices):
-    gradients, sums = step._accumulate(
-      loss,
-      {'x': jnp.ones(())},
-      placed,
-      None,
-      2,
-      shardings,
-      preferences.ROWS.axes,
-    )
-  assert float(gradients['x']) == float(sums['weight']) == 8 * np.sum([5, 6])

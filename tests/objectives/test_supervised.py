@@ -9,14 +9,10 @@ import pytest
 import tokenizers
 
 from encdec_adapt.base import errors
-from encdec_adapt.objectives import (
-  example_maker,
-  framing,
-  objective_names,
-  supervised,
-)
+from encdec_adapt.objectives import framing, objective_names, supervised
 from encdec_adapt.tokenizers import chat_format, special_ids, vocabulary_pair
 from tests import gemma_ids, tiny_tokenizers
+from tests.objectives.objective_cases import examples
 from tests.tokenizers import t5_files
 
 
@@ -35,15 +31,9 @@ def _make(vocabulary, name, encoder=64, decoder=96):
   )
 
 
-def _examples(maker, *contents, policy=example_maker.DocumentPolicy()):
-  documents = [(str(i), json.dumps(x)) for i, x in enumerate(contents)]
-  generator = lambda name: np.random.default_rng(0)  # noqa: E731
-  return list(maker.examples(documents, generator, policy))
-
-
 def test_pairs_with_a_prefix(vocabulary):
   objective = _make(vocabulary, 'pairs:prefix=sum: ')
-  (pair,) = _examples(objective, ['one two', 'three'])
+  (pair,) = examples(objective, ['one two', 'three'])
   assert vocabulary.decode(pair.inputs) == 'sum: one two'
   assert vocabulary.decode(pair.targets) == 'three'
   assert pair.targets[-1] == vocabulary.eos and pair.documents == ('0',)
@@ -60,7 +50,7 @@ def test_targets_that_lose_text_or_are_empty_are_counted(vocabulary, tmp_path):
     ' ',
     'of\n a  \ufb01sh',
   ]
-  _examples(pairs, *(['q', text] for text in texts))
+  examples(pairs, *(['q', text] for text in texts))
   counts = pairs.counts['lossy_targets'], pairs.counts['empty_targets']
   assert counts == (2, 1)
   same = 'a of ' * 8
@@ -71,12 +61,12 @@ def test_targets_that_lose_text_or_are_empty_are_counted(vocabulary, tmp_path):
   # An example counts once; what is dropped does not.
   preferences = _make(t5, 'preferences')
   answers = [('a 日', 'of 日'), ('a', 'of'), ('a 日' * 99, 'a')]
-  _examples(preferences, *([*x, 'q', None] for x in answers))
+  examples(preferences, *([*x, 'q', None] for x in answers))
   assert preferences.counts['lossy_targets'] == 1
   chat = _make(vocabulary, 'chat', 256)
   turn = {'role': 'user', 'content': '日'}
-  _examples(chat, [turn, {'role': 'assistant', 'content': ''}])
-  _examples(chat, [turn, {'role': 'assistant', 'content': ' 日本\n\n'}])
+  examples(chat, [turn, {'role': 'assistant', 'content': ''}])
+  examples(chat, [turn, {'role': 'assistant', 'content': ' 日本\n\n'}])
   assert chat.counts['empty_targets'] == 1
   assert 'lossy_targets' not in chat.counts
 
@@ -86,7 +76,7 @@ def test_long_examples_follow_a_named_rule_and_are_counted(
   vocabulary, rule, kept
 ):
   objective = _make(vocabulary, f'pairs:too_long={rule}', 8, 6)
-  pairs = _examples(
+  pairs = examples(
     objective, ['\u00e9' * 5, 'y'], ['x', 'y'], ['x', '\u00e9' * 5]
   )
   assert len(pairs) == kept
@@ -101,13 +91,13 @@ def test_long_examples_follow_a_named_rule_and_are_counted(
 
 def test_a_long_prompt_is_refused_where_prompts_are_continued(vocabulary):
   objective = _make(vocabulary, 'pairs', 8, 6)
-  policy = example_maker.DocumentPolicy('a.jsonl:{}'.format, refuses_long=True)
+  policy = dict(locate='a.jsonl:{}'.format, refuses_long=True)
   # An answer is only what rewards compare with.
-  assert not _examples(objective, ['x', '\u00e9' * 5], policy=policy)
+  assert not examples(objective, ['x', '\u00e9' * 5], **policy)
   assert objective.counts['dropped'] == 1
   words = 'a.jsonl:0: its prompt has 11 .*_length is 8; .*too_long=drop of'
   with pytest.raises(errors.UserError, match=words):
-    _examples(objective, ['\u00e9' * 5, 'y'], policy=policy)
+    examples(objective, ['\u00e9' * 5, 'y'], **policy)
 
 
 CHAT = [
@@ -120,7 +110,7 @@ CHAT = [
 
 
 def test_every_turn_of_the_assistant_is_an_example(vocabulary):
-  first, second = _examples(_make(vocabulary, 'chat', 256), CHAT)
+  first, second = examples(_make(vocabulary, 'chat', 256), CHAT)
   end = vocabulary.specials['<end_of_turn>']
   shown = vocabulary.decode(second.inputs, show_special=True)
   assert shown == (
@@ -138,11 +128,11 @@ def test_every_turn_of_the_assistant_is_an_example(vocabulary):
 
 def test_further_fields_stay_with_every_example(vocabulary):
   fields = {'tests': 'assert f()', 'level': 2}
-  (pair,) = _examples(_make(vocabulary, 'pairs'), ['one', 'two', fields])
-  turns = _examples(_make(vocabulary, 'chat', 256), [CHAT, fields])
+  (pair,) = examples(_make(vocabulary, 'pairs'), ['one', 'two', fields])
+  turns = examples(_make(vocabulary, 'chat', 256), [CHAT, fields])
   assert len(turns) == 2
   assert [json.loads(x.fields) for x in (pair, *turns)] == [fields] * 3
-  (plain,) = _examples(_make(vocabulary, 'pairs'), ['one', 'two'])
+  (plain,) = examples(_make(vocabulary, 'pairs'), ['one', 'two'])
   assert plain.fields is None
   np.testing.assert_array_equal(plain.targets, pair.targets)
 
@@ -160,7 +150,7 @@ def test_turns_are_those_of_the_whole_conversation(tmp_path):
     for turn in CHAT
   )
   ids = reference.encode(rendered, add_special_tokens=False).ids
-  pairs = _examples(_make(own, 'chat', 256), CHAT)
+  pairs = examples(_make(own, 'chat', 256), CHAT)
   for pair, text in zip(pairs, (' Hello ', 'See you'), strict=True):
     stop = len(pair.inputs) + len(pair.targets)
     assert [*pair.inputs, *pair.targets] == ids[:stop]
@@ -191,7 +181,7 @@ def _decoder_only(pairs, lengths, *sides):
 def test_a_separator_stands_between_the_texts_with_weight_0(vocabulary, text):
   name = r'pairs:prefix="Q: ",separator="\n|||\n"'
   objective = _make(vocabulary, name)
-  (pair,) = _examples(objective, [text, 'yes'])
+  (pair,) = examples(objective, [text, 'yes'])
   read, predicted, row = _decoder_only(
     [pair], objective.lengths, vocabulary, vocabulary
   )
@@ -211,7 +201,7 @@ def test_a_separator_stands_between_the_texts_with_weight_0(vocabulary, text):
 def test_a_separator_stays_when_inputs_are_cut(vocabulary):
   name = 'pairs:too_long=truncate,separator=: '
   objective = _make(vocabulary, name, 8)
-  (pair,) = _examples(objective, ['\u00e9' * 9, 'y'])
+  (pair,) = examples(objective, ['\u00e9' * 9, 'y'])
   between = vocabulary.encode(': ').tolist()
   ids = vocabulary.encode('\u00e9' * 9).tolist()
   assert pair.prefix.tolist() == [*ids[: 7 - len(between)], *between]
@@ -230,14 +220,14 @@ def test_each_side_reads_pairs_and_chats_in_its_own_vocabulary(
     )
     for name in ('pairs:separator=: ', 'chat')
   )
-  (pair,) = _examples(pairs, ['one two', 'three'])
+  (pair,) = examples(pairs, ['one two', 'three'])
   read, _, row = _decoder_only([pair], lengths, vocabulary, qwen)
   answer = [*qwen.encode('three'), qwen.eos]
   ids = [*qwen.encode('one two'), *qwen.encode(': '), *answer]
   assert read.tolist() == [qwen.bos, *ids]
   encoder = row['encoder_tokens'][row['encoder_segments'] > 0]
   assert encoder.tolist() == [vocabulary.bos, *vocabulary.encode('one two')]
-  for i, pair in zip((2, 4), _examples(chats, CHAT), strict=True):
+  for i, pair in zip((2, 4), examples(chats, CHAT), strict=True):
     read, predicted, _ = _decoder_only([pair], lengths, vocabulary, qwen)
     before = chat_format.encode(CHAT[:i], vocabulary, open_turn=True).ids
     assert pair.inputs.tolist() == before.tolist()
@@ -254,7 +244,7 @@ def test_turns_that_end_in_eos_are_framed(tmp_path):
     tiny_tokenizers.save(tmp_path, 'qwen', tiny_tokenizers.TEXTS, 600)
   )
   lengths = framing.Lengths(256, 96)
-  made = _examples(objective_names.parse_one('chat').make(lengths, one), CHAT)
+  made = examples(objective_names.parse_one('chat').make(lengths, one), CHAT)
   frame = special_ids.Framing(one.ids, one.ids)
   rows = framing.stack_rows(
     [framing.frame_row([pair], lengths, frame) for pair in made]
@@ -266,7 +256,7 @@ def test_turns_that_end_in_eos_are_framed(tmp_path):
 
 def test_a_copy_that_does_not_fit_leaves_the_example(vocabulary):
   objective = _make(vocabulary, 'pairs:meap=concat', 64, 96)
-  (pair,) = _examples(objective, ['q', 'word ' * 30])
+  (pair,) = examples(objective, ['q', 'word ' * 30])
   assert len(pair.targets) < 96 and pair.weights.all()
   assert objective.counts['left without a masked copy'] == 1
 
@@ -300,9 +290,8 @@ def test_conversations_without_an_answer_are_refused(
   vocabulary, messages, words
 ):
   objective = _make(vocabulary, 'chat', 256)
-  policy = example_maker.DocumentPolicy('line {}'.format)
   with pytest.raises(errors.UserError, match=words):
-    _examples(objective, messages, policy=policy)
+    examples(objective, messages, locate='line {}'.format)
 
 
 INPUTS = np.arange(100, 105, dtype=np.int32)
@@ -360,7 +349,7 @@ def test_meap_inputs_masks_what_an_encoder_reads():
 def test_copies_with_masked_inputs_are_packed_and_framed(vocabulary):
   name = 'pairs:meap=inputs,separator=: '
   objective = _make(vocabulary, name, 256, 128)
-  plain, copy = _examples(objective, ['one two three ' * 8, 'word ' * 30])
+  plain, copy = examples(objective, ['one two three ' * 8, 'word ' * 30])
   between = len(vocabulary.encode(': '))
   assert (plain.prefix[-between:] == copy.prefix[-between:]).all()
   masked = copy.inputs != plain.inputs
