@@ -10,12 +10,12 @@ from encdec_adapt.base import errors
 from encdec_adapt.data.records import (
   loader,
   record_sets,
-  record_writing,
   row_order,
   row_rates,
 )
 from encdec_adapt.objectives import framing, shared_noise
 from tests import gemma_ids
+from tests.data.records import test_record_sets
 
 LENGTHS = framing.Lengths(4, 3)
 SHARDS = (3, 0, 4)  # rows per shard
@@ -54,16 +54,8 @@ def write_set(folder, *, passes=2, pack=True, sources=('python',)):
     pack=pack,
   )
   parts = [record_sets.Part('prefix_lm', source) for source in sources]
-  entries, number = {}, 0
-  for key in record_writing.shard_keys(spec, parts):
-    with record_writing.ShardWriter(folder, spec, key) as writer:
-      for _ in range(SHARDS[key.shard]):
-        writer.write([make_pair(number)])
-        number += 1
-      entries[key] = writer.finish()
-  record_writing.write_manifest(
-    folder, spec, parts, entries, gemma_ids.DESCRIBED
-  )
+  rows = ([make_pair(number)] for number in itertools.count())
+  test_record_sets.write_rows(folder, spec, rows, SHARDS, parts)
   return record_sets.RecordSet.open(folder, spec)
 
 

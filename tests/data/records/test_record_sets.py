@@ -1,6 +1,7 @@
 """Record sets: rows on disk, shards, manifests, and what is refused."""
 
 import dataclasses
+import itertools
 import json
 import os
 import platform
@@ -42,17 +43,23 @@ def make_row(number):
 PARTS = [record_sets.Part('prefix_lm', 'python')]
 
 
-def write_set(folder, spec=SPEC, rows_per_shard=(2, 0, 3)):
-  """Writes rows 0, 1, .. ; returns the manifest."""
-  entries, number = {}, 0
-  for key in record_writing.shard_keys(spec, PARTS):
+def write_rows(folder, spec, rows, counts, parts=PARTS):
+  """Writes so many of the rows to each shard; returns the manifest."""
+  rows, entries = iter(rows), {}
+  for key in record_writing.shard_keys(spec, parts):
     with record_writing.ShardWriter(folder, spec, key) as writer:
-      for _ in range(rows_per_shard[key.shard]):
-        writer.write(make_row(number))
-        number += 1
+      for row in itertools.islice(rows, counts[key.shard]):
+        writer.write(row)
       entries[key] = writer.finish(documents=1)
   return record_writing.write_manifest(
-    folder, spec, PARTS, entries, gemma_ids.DESCRIBED
+    folder, spec, parts, entries, gemma_ids.DESCRIBED
+  )
+
+
+def write_set(folder, spec=SPEC, rows_per_shard=(2, 0, 3)):
+  """Writes rows 0, 1, .. ; returns the manifest."""
+  return write_rows(
+    folder, spec, map(make_row, itertools.count()), rows_per_shard
   )
 
 
@@ -97,15 +104,11 @@ def test_the_manifest_counts_and_measures_fill(tmp_path):
 def _held_out(folder, documents):
   """Writes held-out rows of these documents each."""
   spec = dataclasses.replace(SPEC, split='eval', passes=1, shards=1, pack=False)
-  (key,) = record_writing.shard_keys(spec, PARTS)
-  with record_writing.ShardWriter(folder, spec, key) as writer:
-    for number, names in enumerate(documents):
-      (pair, *_) = make_row(number)
-      writer.write([pair._replace(documents=names)])
-    entries = {key: writer.finish(documents=1)}
-  record_writing.write_manifest(
-    folder, spec, PARTS, entries, gemma_ids.DESCRIBED
-  )
+  rows = [
+    [make_row(number)[0]._replace(documents=names)]
+    for number, names in enumerate(documents)
+  ]
+  write_rows(folder, spec, rows, [len(rows)])
   return record_sets.RecordSet.open(folder)
 
 

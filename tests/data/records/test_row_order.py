@@ -198,24 +198,11 @@ def test_batches_of_a_single_part_resume_anywhere():
   assert [batch[0] for batch in parts[:6]] == [0, 1, 0, 0, 1, 0]
   # 80 and 40 rows in two passes: ten and five batches, none of them incomplete.
   assert len(parts) == 15 and len(set(drawn)) == 120
-  later = _order(
-    rows,
-    'batches:2,1',
-    batch_size=8,
-    position=32,
-    consumed=order.consumed(32),
-    step=4,
-  )
+  saved = dict(position=32, consumed=order.consumed(32), step=4)
+  later = _order(rows, 'batches:2,1', batch_size=8, **saved)
   assert [later.row(i) for i in range(32, later.total)] == drawn[32:]
   # Another batch size goes on behind the same rows, in batches of one part.
-  wider = _order(
-    rows,
-    'batches:2,1',
-    batch_size=12,
-    position=32,
-    consumed=order.consumed(32),
-    step=4,
-  )
+  wider = _order(rows, 'batches:2,1', batch_size=12, **saved)
   more = [wider.row(i) for i in range(32, wider.total)]
   assert not {*more} & {*drawn[:32]} and len(set(more)) == len(more)
   for i in range(0, len(more), 12):

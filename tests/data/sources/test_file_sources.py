@@ -251,7 +251,7 @@ def test_compressed_files_are_as_those_that_are_not(tmp_path):
         list(text_sources.open_source(f'jsonl:{file}').documents())
 
 
-def _documents(name, max_bytes=0, shards=1):
+def read_shards(name, max_bytes=0, shards=1):
   """The documents of all shards, each opened by itself."""
   documents = []
   for i in range(shards):
@@ -280,28 +280,28 @@ def test_shards_divide_files(files, unit, suffix, shards, max_bytes):
       data = COMPRESS[suffix](b'.' + text.encode())
       (pathlib.Path(folder) / f'{i}{suffix}').write_bytes(data)
     name = f'text:{folder}/*{unit}'
-    documents = _documents(name)
+    documents = read_shards(name)
     # No document is lost, in two shards or elsewhere named otherwise.
-    assert _documents(name, shards=shards) == documents
+    assert read_shards(name, shards=shards) == documents
     assert len({doc.id for doc in documents}) == len(documents)
     ends = {'': r'\Z', '#lines': '\n', '#paragraphs': r'\n\s*\n'}[unit]
     parts = itertools.chain(*(re.split(ends, '.' + text) for text in files))
     stripped = [doc.text.strip() for doc in documents]
     assert stripped == [part.strip() for part in parts if part.strip()]
     try:
-      capped = _documents(name, max_bytes)
+      capped = read_shards(name, max_bytes)
     except errors.UserError:
       capped = []
     pairs = list(zip(capped, documents, strict=False))
     assert all(x.id == y.id and y.text.startswith(x.text) for x, y in pairs)
     if not suffix:
       assert sum(len(doc.text.encode()) for doc in capped) <= max_bytes
-    assert _documents(name, max_bytes, shards) == capped
+    assert read_shards(name, max_bytes, shards) == capped
 
 
 def test_a_shard_reads_its_range_of_a_bucket(tmp_path, bucket, store):
   lines = [json.dumps({'text': f'{i} ' * 200_000}) for i in range(30)]
   paths.write(f'{bucket}/a.jsonl', '\n'.join(lines).encode())
   name = f'jsonl:{bucket}/a.jsonl'
-  documents = _documents(name)
-  assert _documents(name, shards=4) == documents and len(documents) == 30
+  documents = read_shards(name)
+  assert read_shards(name, shards=4) == documents and len(documents) == 30

@@ -8,6 +8,7 @@ import pytest
 
 from encdec_adapt.base import errors
 from encdec_adapt.data.sources import document_source, text_sources
+from tests.data.sources.test_file_sources import read_shards
 
 ROWS = [
   {
@@ -35,18 +36,9 @@ def folder(tmp_path_factory):
   return folder
 
 
-def _documents(name, shards=1, max_bytes=0):
-  """The documents of all shards, each opened by itself."""
-  documents = []
-  for i in range(shards):
-    source = text_sources.open_source(name, max_bytes)
-    documents += source.documents(None, i, shards)
-  return documents
-
-
 def test_rows_are_documents_of_one_shard(folder):
   name = f'parquet:{folder}/*.parquet'
-  documents = _documents(name)
+  documents = read_shards(name)
   assert documents == [
     document_source.Document(
       f'a.parquet:{i}' if i < 40 else f'b.parquet:{i - 40}', row['text']
@@ -54,10 +46,10 @@ def test_rows_are_documents_of_one_shard(folder):
     for i, row in enumerate(ROWS)
   ]
   for shards in (2, 3, 7, 64):
-    assert _documents(name, shards) == documents
-  capped = _documents(name, max_bytes=(folder / 'a.parquet').stat().st_size)
+    assert read_shards(name, shards=shards) == documents
+  capped = read_shards(name, max_bytes=(folder / 'a.parquet').stat().st_size)
   assert capped == documents[:40]
-  assert _documents(f'{name}#answer')[3].text == 'answer 3'
+  assert read_shards(f'{name}#answer')[3].text == 'answer 3'
 
 
 def test_a_shard_reads_its_row_groups(folder, monkeypatch):
@@ -87,7 +79,7 @@ def test_pairs_labels_and_chats_are_those_of_json_lines(folder, form):
   of_lines, of_rows = (
     [
       document.text
-      for document in _documents(
+      for document in read_shards(
         form.format(f'{folder}/*.{suffix}', folder=folder)
       )
     ]
@@ -104,7 +96,7 @@ def test_bad_parquet_is_refused(folder, tmp_path):
   for name, data in (('good', '\u00fc'.encode()), ('bad', b'\xff')):
     table = pa.table({'text': pa.array([b'x', data], pa.binary())})
     parquet.write_table(table, tmp_path / f'{name}.parquet')
-  good = _documents(f'parquet:{tmp_path}/good.parquet')
+  good = read_shards(f'parquet:{tmp_path}/good.parquet')
   assert [x.text for x in good] == ['x', '\u00fc']
   nulls = pa.table({'text': pa.array(['a', None], pa.string())})
   parquet.write_table(nulls, tmp_path / 'null.parquet')
@@ -118,7 +110,7 @@ def test_bad_parquet_is_refused(folder, tmp_path):
     (f'parquet:{tmp_path}/bad.parquet', "row 1, column 'text', is not UTF-8"),
   ):
     with pytest.raises(errors.UserError, match=words):
-      _documents(name)
+      read_shards(name)
   two = text_sources.open_source(f'parquet:{tmp_path}/[xy].parquet')
   with pytest.raises(
     errors.UserError,
