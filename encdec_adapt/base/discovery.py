@@ -1,6 +1,7 @@
 """Automatic discovery of the modules of a package.
 
-Objectives and losses are discovered, so that additions change no other file.
+Objectives, sources and losses are discovered, so that adding one changes no
+other file.
 This module must not import anything of the package.
 """
 

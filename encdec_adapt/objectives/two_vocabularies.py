@@ -179,12 +179,8 @@ class TextSplit(example_maker.ExampleMaker):
     # Part of a character has no text for the encoder, and a pair needs targets:
     # then all tokens are targets, without inputs.
     if first < 0 or end < 0 or not _size(predicted):
-      prefix, predicted, first, end = (
-        slice(start, start),
-        slice(start, stop),
-        0,
-        0,
-      )
+      prefix, predicted = slice(start, start), slice(start, stop)
+      first = end = 0
     inputs = self._encoder.encode(document.text[first:end])
     return _Window(prefix, predicted, stop, inputs, ends)
 

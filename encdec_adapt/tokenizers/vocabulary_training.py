@@ -55,15 +55,6 @@ def train_vocabulary(
       be written.
   """
   path = paths.at(path)
-  data = _train(texts, path, size, max_bytes, chat)
-  with disk.writing(path):
-    paths.write(path, data)
-  return sentencepiece_vocabulary.SentencePieceVocabulary(path)
-
-
-def _train(
-  texts: Iterable[str], path: paths.Path, size: int, max_bytes: int, chat: str
-) -> bytes:
   lines = list(_training_lines(texts, max_bytes))
   if not lines:
     raise errors.UserError(
@@ -105,7 +96,9 @@ def _train(
       f'vocabulary size {size} does not suit the text ({len(lines)} lines):'
       f' {reason}. Choose another size, of at least 512, or give more text'
     ) from None
-  return model.getvalue()
+  with disk.writing(path):
+    paths.write(path, model.getvalue())
+  return sentencepiece_vocabulary.SentencePieceVocabulary(path)
 
 
 def _training_lines(texts: Iterable[str], max_bytes: int) -> Iterator[str]:

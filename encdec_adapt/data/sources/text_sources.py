@@ -59,28 +59,14 @@ This module imports neither TensorFlow nor SeqIO nor jax. Opening a source
 and .zst files need the extra `data`.
 """
 
+from collections.abc import Mapping
+import functools
 import importlib
+import sys
 
-from encdec_adapt.base import errors, option_strings
-from encdec_adapt.data.sources import (
-  document_source,
-  file_sources,
-  preference_source,
-  prompt_source,
-  python_source,
-  row_sources,
-  tfds_source,
-)
+from encdec_adapt.base import discovery, errors, option_strings
+from encdec_adapt.data.sources import document_source, row_sources
 
-# Importing a module registers its sources.
-_MODULES = (
-  file_sources,
-  preference_source,
-  prompt_source,
-  python_source,
-  row_sources,
-  tfds_source,
-)
 # SeqIO tasks are not registered as a class, which would import TensorFlow in
 # training jobs. Their features are unknown until read, so either kind of
 # documents is possible.
@@ -136,7 +122,7 @@ def named_fields(
 
 def forms(kind: str) -> list[str]:
   """Returns the syntax of all sources with documents of a kind."""
-  sources = document_source.KINDS.values()
+  sources = _sources().values()
   return [source.form for source in sources if source.document_kind == kind]
 
 
@@ -165,8 +151,17 @@ def import_modules(modules: tuple[str, ...]) -> None:
       ) from error
 
 
+@functools.cache
+def _sources() -> Mapping[str, type[document_source.Source]]:
+  """Returns the registered sources by kind."""
+  # Importing a module of this package registers its sources. Not at import, as
+  # some of them import this module.
+  list(discovery.modules_of(sys.modules[__package__]))
+  return document_source.KINDS
+
+
 def _find(name: str, modules: tuple[str, ...]) -> type[document_source.Source]:
-  kinds = document_source.KINDS
+  kinds = _sources()
   kind, _, details = name.partition(':')
   if kind not in kinds:
     # Only if needed: modules of SeqIO tasks import TensorFlow.
