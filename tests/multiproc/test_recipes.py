@@ -1,7 +1,4 @@
-"""Every recipe of two real processes: equal to one, and no hang at its start.
-
-Language modelling has tests of its own (`test_train`, `test_adapters`).
-"""
+"""Every recipe of two real processes: equal to one, and no hang at a start."""
 
 import contextlib
 
@@ -20,27 +17,29 @@ pytestmark = [pytest.mark.multiproc, pytest.mark.long]
 STORED = 'records/stored_teacher/teacher-counts-'
 # Of each process: a folder or a run, and a teacher stored with other numbers.
 LINKS = {'model': (jobs.SMALL, 'pair'), 'teacher': (f'{STORED}7', f'{STORED}3')}
-# Jobs of `golden.jobs`: changed keys, and a key of what processes may find
-# different. The first jobs train models that the others read.
+# Jobs of `golden.jobs`: changed keys; the last is of what processes may find
+# different, and left out otherwise. The first jobs train models for others.
 JOBS = {
-  'labels': ((), 'init.encoder=model'),
-  'reward': ((), 'init.encoder=model'),
-  'dpo_and_cross_entropy': ((), 'teacher.checkpoint=model'),
-  'distillation_by_share': ((), 'teacher.checkpoint=model'),
+  'lora_over_int8': (
+    "train.lora.full=('cross_attention','norms')",
+    'train.microbatches=2',
+    'init.encoder=model',
+  ),
+  'labels': ('init.encoder=model',),
+  'reward': ('init.encoder=model',),
+  'dpo_and_cross_entropy': ('teacher.checkpoint=model',),
+  'distillation_by_share': ('teacher.checkpoint=model',),
   'distillation_on_policy': (
     # Not the student itself: its gradient would be nothing but rounding.
-    ('teacher.checkpoint=dpo_and_cross_entropy',),
+    'teacher.checkpoint=dpo_and_cross_entropy',
     'teacher.checkpoint=model',
   ),
   'stored_teacher': (
-    (f'teacher.checkpoint=stored:{STORED}7',),
+    f'teacher.checkpoint=stored:{STORED}7',
     'teacher.checkpoint=stored:teacher',
   ),
-  'rloo_with_a_judge': ((), 'train.rewards.models=model'),
-  'infonce_with_a_learnt_temperature': (
-    ('mesh.replica=2',),
-    'init.encoder=model',
-  ),
+  'rloo_with_a_judge': ('train.rewards.models=model',),
+  'infonce_with_a_learnt_temperature': ('mesh.replica=2', 'init.encoder=model'),
 }
 SHORT = ('data.passes=3', 'train.batch_size=16', 'train.steps=3')
 SHORT += ('evaluation.loss=3', 'checkpoint.every=3')
@@ -61,17 +60,17 @@ with distributed.fail_together():
 """
 
 
-def run(name: str, workdir: str, *more: str) -> None:
-  """Trains to the end, without the end of all processes at an error."""
-  flags = jobs.flags(name, *SHORT, *JOBS[name][0], *more)
-  values = command.parse(train.define_flags, flags)
+def run(name: str, workdir: str, changes: tuple[str, ...] = ()) -> None:
+  """Trains to the end; an error ends this process alone."""
+  changes = changes or JOBS[name][:-1]
+  values = command.parse(train.define_flags, jobs.flags(name, *SHORT, *changes))
   assert train.run(values.config, workdir) == 0
 
 
 def refuse(name: str) -> None:
   """Starts a job that finds something else on each process."""
   try:
-    run(name, f'../refused/{name}', JOBS[name][1])
+    run(name, f'../refused/{name}', JOBS[name])
   except errors.UserError as error:
     print(f'{name} is refused: {error}', flush=True)
 
@@ -94,11 +93,9 @@ def folder(tmp_path_factory):
   shared = [*JOBS, *(path.name for path in folder.iterdir())]
   for i in range(2):
     (folder / f'{i}').mkdir()
-    links = {link: paths[i] for link, paths in LINKS.items()}
-    for link, path in {
-      **dict(zip(shared, shared, strict=True)),
-      **links,
-    }.items():
+    links = {name: name for name in shared}
+    links |= {link: paths[i] for link, paths in LINKS.items()}
+    for link, path in links.items():
       (folder / f'{i}' / link).symlink_to(folder / path)
   codes = tiny.wait_all(tiny.start_programs(_MEMBER, folder, 2, folder))
   assert codes == [0, 0], tiny.read_logs(folder)
