@@ -346,22 +346,21 @@ def _measure(folder, path, tuned_path, args, size):
     kl = math.log(SAMPLES) - (SAMPLES - 1) / SAMPLES
     scores = answer_encoding.score_texts(
       encdec_adapt.load(path),
-      prompts,
-      [[x.text for x in group] for group in drawn],
-      [[x.ended != 'length' for x in group] for group in drawn],
+      [prompt for prompt in prompts for _ in range(SAMPLES)],
+      [x.text for group in drawn for x in group],
+      [x.ended != 'length' for group in drawn for x in group],
       batch_size=32,
     )
-    best = scores.argmax(axis=1)
+    best = scores.reshape(-1, SAMPLES).argmax(axis=1)
     drawn = greedy = [[x[i]] for x, i in zip(drawn, best, strict=True)]
   else:
     pairs = [
       log_likelihoods.Pair(context, x[0].tokens)
       for context, x in zip(ids, drawn, strict=True)
     ]
-    bos = tuned.tokenizer.bos
-    scored = dict(tuned.score_tokens(pairs, bos=bos, batch_size=128))
+    scored = tuned.score_tokens(pairs, batch_size=128)
     log_probs = [x[0].log_probs.sum() for x in drawn]
-    kl = np.mean(log_probs) - np.mean([x.log_prob for x in scored.values()])
+    kl = np.mean(log_probs) - np.mean([x.log_prob for x in scored])
   texts = [x[0].text for x in greedy]
   summary = atomic.read_json(paths.at(path) / compute_cost.SUMMARY)
   measures = {

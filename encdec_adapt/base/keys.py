@@ -34,8 +34,8 @@ class Key:
       type; None if the field cannot be None.
     interval: whether the value is an interval of steps (`base.intervals`).
     names: whether the value is a tuple of names.
-    shared: whether the key belongs to the section itself, if the dataclass is
-      among several choices with separate options.
+    shared: whether the key belongs to the section itself, if the dataclass is a
+      choice among several with separate options.
     weights: whether the value is a tuple of weights.
   """
 

@@ -5,9 +5,9 @@ module holds them (jax has no public names for them):
 
 - Start: the service of process 0 waits until all processes have registered. On
   timeout, jax aborts all processes with status 134 (`exit_status.ABORT`) and
-  lists the missing indices. If process 0 is missing or dies, the
-  others name it and exit with status 76 (`exit_status.HANG`). Versions, flags
-  and devices are compared before the first program runs.
+  lists the indices of the missing processes. If process 0 is missing or dies,
+  the others name it and exit with status 76 (`exit_status.HANG`). Versions,
+  flags and devices are compared before the first program runs.
 - Barriers use no device, so that a device deadlock does not block them; each
   has a timeout.
 - Failure: a failing process publishes its error under a key. A thread of every

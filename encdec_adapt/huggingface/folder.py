@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import os
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -53,7 +54,8 @@ def common_dtype(dtypes: Iterable[np.dtype]) -> np.dtype:
     dtypes: float dtypes, at least one.
   """
   # NumPy's promotion has no bfloat16.
-  return np.dtype(functools.reduce(jnp.promote_types, dtypes))
+  with jax.numpy_dtype_promotion('standard'):
+    return np.dtype(functools.reduce(jnp.promote_types, dtypes))
 
 
 class ModelFolder:

@@ -307,7 +307,7 @@ def take_rows(cache: Cache, rows: Int[Array, 'b']) -> Cache:
 
 
 def reorder(cache: Cache, rows: Int[Array, 'B']) -> Cache:
-  """Permutes the generated entries of rows with equal prompts and lengths."""
+  """Gathers generated entries of rows with equal prompts; rows may repeat."""
   # Equal prompts and lengths have equal cross-attention entries, segments and
   # indices: no need to copy them.
   layers = jax.tree.map(lambda x: x[rows], cache.layers)

@@ -107,7 +107,7 @@ class Classify(example_maker.ExampleMaker):
 
   def _label_positions(self, lengths: np.ndarray) -> np.ndarray:
     """Returns the position of each part's label, given the parts' lengths."""
-    # Only from the last token does a causal stack see all the text.
+    # A causal stack sees the whole text only from its last token.
     return np.cumsum(lengths) - 1
 
   def _pair(self, texts: list, label: Any) -> framing.Pair | None:

@@ -1,9 +1,9 @@
 """Attention masks as data.
 
 A `MaskSpec` describes the visible keys of each query with a few vectors per row
-instead of a dense [T, S] array. A backend of `ops.attention`
-supports a spec or refuses it. `dense_mask` defines its meaning; the XLA
-backends apply it to a block of queries.
+instead of a dense [T, S] array. A backend of `ops.attention` supports a spec or
+refuses it. `dense_mask` defines its meaning; the XLA backends apply it to a
+block of queries.
 """
 
 import functools

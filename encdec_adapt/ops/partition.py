@@ -1,9 +1,8 @@
 """The active mesh with its logical axis rules, and `shard()`.
 
-Models and losses name the axes of their arrays logically ('batch', 'mlp'); the
-traced program that calls them maps the names to a mesh with `use`. Rule sets
-are in `encdec_adapt.sharding`. Constraints apply on every platform, including
-CPUs.
+Models and losses name the axes of their arrays logically ('batch', 'mlp'), and
+their caller maps the names to a mesh with `use` while tracing. Rule sets are in
+`encdec_adapt.sharding`. Constraints apply on every platform, including CPUs.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -36,7 +35,7 @@ class Partition:
 
   @property
   def device(self) -> jax.Device | None:
-    """A device of the mesh; abstract in ahead-of-time compilation."""
+    """A device of the mesh, possibly missing here (compiled ahead of time)."""
     return None if self.mesh is None else self.mesh.devices.flat[0]
 
   @property

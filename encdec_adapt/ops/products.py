@@ -32,7 +32,7 @@ LEAST_ROWS = {'gpu': 8}
 
 
 def on_cpu() -> bool:
-  """Returns whether the program runs on CPUs."""
+  """Returns whether the program runs on CPUs; True without a mesh."""
   return partition.active().platform in (None, 'cpu')
 
 

@@ -258,14 +258,20 @@ def open_model(
   if hub.is_address(given):
     # All processes read the commit resolved by process 0.
     name = distributed.from_lead(lambda: hub.pinned(given), 'commit')
-  path, step = resolve(name)
-  settings = None if is_folder(path) else config_lib.load_run(str(path))
+  settings = problem = None
   kind = 'a Hugging Face folder'
-  if settings:
-    kind = 'a run of adapters' if settings.adapters else 'a run'
+  try:
+    path, step = resolve(name)
+    if not is_folder(path):
+      settings = config_lib.load_run(str(path))
+      kind = 'a run of adapters' if settings.adapters else 'a run'
+  except errors.UserError as error:
+    kind, problem = 'no model', error
   # Processes may read different disks, and agree on the step of a run, and on
   # the base of adapters.
   distributed.require_same('model', {name: kind})
+  if problem:
+    raise problem
   if settings is None:
     if step is not None:
       raise errors.UserError(

@@ -62,7 +62,7 @@ def write(
   if differ and (opened is None or stored.model.architecture.encodes_prompt):
     separate = folder / model_on_disk.DECODER_TOKENIZER
     targets = {'encoder': folder, 'decoder': separate}
-  elif differ:  # A stack of a pair with two vocabularies has either.
+  elif differ:  # A stack of a pair with two vocabularies reads one.
     targets = {reads: folder}
     own = opened.sides[reads].fingerprint
     found = (x for x in sources.values() if _fingerprint(x) == own)

@@ -4,7 +4,8 @@ Text never becomes a special id: '<eos>' or '<unused3>' in a text is encoded as
 characters. Encoding adds no framing, and decoding returns the encoded text. A
 tokenizer that loses more than Unicode normalisation does (unknown characters,
 spaces) is rejected on opening, unless it frames rows like T5
-(`special_ids.SideIds.ends_with_eos`); a lossy tokenizer has a `note`.
+(`special_ids.SideIds.ends_with_eos`); a tokenizer
+that changes text has a `note`.
 
 Special tokens are found by name. Sentinels and UL2's mode tokens are
 

@@ -104,7 +104,7 @@ def is_kernel(axes: Sequence[str]) -> bool:
 
   Kernels and token tables have the model width and a second axis; adapter
   matrices have a rank. Norm gains and single token vectors lack the second
-  axis, biases either of them: these get neither weight decay nor Adafactor's
+  axis, biases one of the two: these get neither weight decay nor Adafactor's
   parameter scale.
   """
   # The number of dimensions does not tell: biases of heads and stacked norm

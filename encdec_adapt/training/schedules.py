@@ -1,8 +1,7 @@
 """Learning rate schedules: warm-up by group count, decay by job step.
 
 With separate counters, a group unfrozen late (see `training.phases`) warms up
-over its updates while the decay follows the job's step. Imports only
-`base`.
+over its updates while the decay follows the job's step. Imports only `base`.
 """
 
 from collections.abc import Callable

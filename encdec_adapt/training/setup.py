@@ -1,7 +1,8 @@
 """Builds mesh, models and data for training and the other commands.
 
 Functions take sections of the configuration; this module does not import
-`config`. Only `training.jobs` reads stored models.
+`config`. Only `training.jobs` and `training.start` read stored
+models.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

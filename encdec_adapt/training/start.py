@@ -107,17 +107,21 @@ class Start:
     Returns:
       The state, donated by the first step; the model in training with its
       frozen models; and the metadata of checkpoints.
+
+    Raises:
+      UserError: a frozen model or the base differs between processes or from
+        the checkpoint, or no policy of 'auto' fits.
     """
-    described, base = {}, {}
+    base_fields, base = {}, {}
     if self.base:
-      described = {'base': self.base.describe()}
+      base_fields = {'base': self.base.describe()}
       distributed.require_same(
-        'base', {'init.encoder': described['base']['digest']}
+        'base', {'init.encoder': base_fields['base']['digest']}
       )
       base = self.base.read()
       distributed.log(
         f'{self.base.placement.adapters.description}; the base'
-        f' {described["base"]["name"]}'
+        f' {base_fields["base"]["name"]}'
       )
     fingerprint = setup.fingerprint(job.placement.mesh)
     # The first step donates the state's buffers: another reference to the
@@ -133,15 +137,15 @@ class Start:
     trained = trained_lib.Trained(
       job.phases, job.resolved.schedule, base, params
     )
-    config, chosen = self._config, None
+    config, remat = self._config, None
     if self._compute.remat == execution.AUTO:
-      trained, chosen = trained.with_remat(job, state)
+      trained, remat = trained.with_remat(job, state)
       config = config_lib.with_compute(config, trained.compute)
     elif (
       self.saved
       and self._meta['config']['compute']['remat'] == self._compute.remat
     ):
-      chosen = self._meta.get('remat')
+      remat = self._meta.get('remat')
     meta = {
       'config': config.to_dict(),
       'environment': environment.report(),
@@ -150,8 +154,8 @@ class Start:
       'order': self._order(job.data.train),
       'sources': costs,
       'references': digests,
-      'remat': chosen,  # Describes the choice of 'auto'.
-      **described,
+      'remat': remat,  # Describes the choice of 'auto'.
+      **base_fields,
     }
     if distributed.is_lead():
       run_artifacts.write_config(

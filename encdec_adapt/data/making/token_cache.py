@@ -16,7 +16,7 @@ import tempfile
 
 import numpy as np
 
-from encdec_adapt.files import disk
+from encdec_adapt.base import errors
 
 
 class TokenCache(contextlib.AbstractContextManager):
@@ -28,8 +28,7 @@ class TokenCache(contextlib.AbstractContextManager):
     Args:
       folder: local folder; None for the system's temporary folder.
     """
-    self._folder = folder or tempfile.gettempdir()
-    self._file = tempfile.TemporaryFile(dir=self._folder)
+    self._file = tempfile.TemporaryFile(dir=folder)
     self._size = 0
     self._slots: dict[bytes, tuple[int, int]] = {}  # digest: (start, bytes)
 
@@ -47,7 +46,7 @@ class TokenCache(contextlib.AbstractContextManager):
     """
     # 16 bytes keep the index of a shard small and make collisions negligible.
     key = hashlib.blake2b(text.encode(), digest_size=16).digest()
-    with disk.writing(self._folder):
+    try:
       if key in self._slots:
         start, size = self._slots[key]
         # `pread` bypasses the file's buffer, which may still hold the ids.
@@ -57,6 +56,12 @@ class TokenCache(contextlib.AbstractContextManager):
       tokens = encode(text)
       data = tokens.astype(np.int32).tobytes()
       self._file.write(data)
+    except OSError as error:
+      raise errors.UserError(
+        f'the tokens of {self._size:,} bytes cannot be kept between passes'
+        f' ({error}); free some space where the records are made, or make one'
+        ' pass at a time (config.data.passes)'
+      ) from error
     self._slots[key] = self._size, len(data)
     self._size += len(data)
     return tokens

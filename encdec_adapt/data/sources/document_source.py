@@ -244,9 +244,14 @@ def register(kind: str) -> Callable[[type[Source]], type[Source]]:
 
   Args:
     kind: names of the source are `kind` or start with `kind:`.
+
+  Raises:
+    ValueError: another class has the kind.
   """
 
   def decorate(source: type[Source]) -> type[Source]:
+    if kind in KINDS and KINDS[kind].__qualname__ != source.__qualname__:
+      raise ValueError(f'sources {KINDS[kind]} and {source} are both {kind!r}')
     KINDS[kind] = source
     return source
 

@@ -5,7 +5,7 @@ decoder-only model, self-attention. The layers are unchanged: Flax interceptors
 observe the queries, keys and mask of each, and hide keys of a layer. Rows are
 read unchanged, with a share of their inputs masked as in MEAP
 (arXiv:2502.07490), and with a layer's attention to the encoder ablated. From
-`evaluation`, this module imports only `results`.
+`evaluation`, this module imports only `measures` and `results`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -3,7 +3,7 @@
 Every model is measured on the same target tokens, and again with the prefixes
 of other examples: if the loss is not clearly worse, an encoder-decoder ignores
 its encoder, and a decoder-only model hardly uses the prefix. From `evaluation`,
-this module imports only `results`.
+this module imports only `measures` and `results`.
 """
 
 from collections.abc import Iterator

@@ -239,7 +239,10 @@ class Adapter(lm_eval_model.TemplateLM):
     kind, work = distributed.from_lead(lambda: [kind, work], 'evaluation')
     if kind == 'stop':
       return None
-    report = lambda count: self._report(count, len(work))  # noqa: E731
+
+    def report(count: int) -> None:
+      self._report(count, len(work))
+
     if kind == 'score':
       pairs = [log_likelihoods.Pair(*pair) for pair in work]
       return self._loaded.score_tokens(pairs, self._batch_size, report)

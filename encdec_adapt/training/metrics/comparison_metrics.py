@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from encdec_adapt.training.losses import comparison
+from encdec_adapt.training.losses import loss as loss_lib
 from encdec_adapt.training.metrics import held_out_metrics
 
 
@@ -38,7 +39,13 @@ class Comparisons(held_out_metrics.HeldOut):
     """The references of the loss, for its scores."""
     return self.loss.references
 
-  def ratios(self, outputs, readers, batch):
+  def ratios(
+    self,
+    outputs: loss_lib.Outputs,
+    readers: loss_lib.Readers,
+    batch: loss_lib.Batch,
+  ) -> held_out_metrics.Ratios:
+    """Computes the metrics; see `HeldOut.ratios`."""
     scores, values = self.loss.compare(outputs, readers, batch)
     margins = scores[:, 0] - scores[:, 1]
     lengths = jnp.sum(batch['weights'], axis=-1)  # [P, 2]

@@ -11,6 +11,9 @@ from jaxtyping import Array, Float
 from encdec_adapt.models import build
 from encdec_adapt.training.losses import loss as loss_lib
 
+# Numerator and denominator of every metric, by row.
+Ratios = Iterable[tuple[Float[Array, ' n'], Float[Array, ' n']]]
+
 
 @dataclasses.dataclass(frozen=True)
 class HeldOut:
@@ -41,7 +44,7 @@ class HeldOut:
     outputs: loss_lib.Outputs,
     readers: loss_lib.Readers,
     batch: loss_lib.Batch,
-  ) -> Iterable[tuple[Float[Array, ' n'], Float[Array, ' n']]]:
+  ) -> Ratios:
     """Returns numerator and denominator of every metric, row by row.
 
     Rows with a first denominator of 0 do not count.

@@ -6,6 +6,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 
 from encdec_adapt.training.losses import infonce
+from encdec_adapt.training.losses import loss as loss_lib
 from encdec_adapt.training.metrics import held_out_metrics
 
 
@@ -24,7 +25,14 @@ class Queries(held_out_metrics.HeldOut):
 
   loss: infonce.InfoNce
 
-  def ratios(self, outputs, readers, batch):
+  def ratios(
+    self,
+    outputs: loss_lib.Outputs,
+    readers: loss_lib.Readers,
+    batch: loss_lib.Batch,
+  ) -> held_out_metrics.Ratios:
+    """Computes the metrics; see `HeldOut.ratios`."""
+    del readers
     values = self.loss.compare(outputs, outputs.hidden, batch)
     weight = jnp.sum(batch['weights'], axis=1)
     return [(jnp.sum(value, axis=1), weight) for value in values]

@@ -27,7 +27,14 @@ class TargetTokens(held_out_metrics.HeldOut):
 
   loss: loss_lib.Loss = cross_entropy.CrossEntropy()
 
-  def ratios(self, outputs, readers, batch):
+  def ratios(
+    self,
+    outputs: loss_lib.Outputs,
+    readers: loss_lib.Readers,
+    batch: loss_lib.Batch,
+  ) -> held_out_metrics.Ratios:
+    """Computes the metrics; see `HeldOut.ratios`."""
+    del readers
     nats, correct = vocabulary_loss.per_token(
       outputs.hidden,
       outputs.table,
