@@ -193,7 +193,7 @@ def test_steps_at_pod_fit_their_chips(name, tmp_path):
   text = f'text="text:{tmp_path}/*.txt",vocabulary=configs/decoders/base'
   page = dataclasses.replace(_page(name, f'pod,{text}'), root=str(tmp_path))
   states = stage_states.States(page, stages.resolve(page))
-  lines = study_plan.describe(page, states, ()).splitlines()
+  lines = study_plan.describe(page, states).splitlines()
   assert not any('does not fit' in x or 'not measured' in x for x in lines)
 
 
