@@ -17,8 +17,8 @@ import ml_collections
 from ml_collections import config_dict, config_flags
 import numpy as np
 
+from encdec_adapt.adaptation import array_plans, weight_plan
 from encdec_adapt.adaptation import coverage as coverage_lib
-from encdec_adapt.adaptation import recipes, weight_plan
 from encdec_adapt.base import errors
 from encdec_adapt.cli import command
 from encdec_adapt.exchange import importing
@@ -169,15 +169,15 @@ def _arrays(
     'decoder_source': arrays if decoder is encoder else decoder.arrays(),
     # Initializes only the fresh parameters, to the values of a random model
     # with this seed.
-    recipes.FRESH: {
+    array_plans.FRESH: {
       path: _lazy(info, parameters.init_one, target, rng, path)
       for path, info in parameters.parameter_table(target).items()
     },
   }
   models = {'encoder_source': encoder.model, 'decoder_source': decoder.model}
   return {
-    path: _lazy(recipe.info, recipe.make, trees, np)
-    for path, recipe in recipes.make_recipes(target, coverage, models).items()
+    path: _lazy(plan.info, plan.make, trees, np)
+    for path, plan in array_plans.make_plans(target, coverage, models).items()
   }
 
 

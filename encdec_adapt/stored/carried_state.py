@@ -10,8 +10,8 @@ from typing import Any
 
 import jax
 
+from encdec_adapt.adaptation import array_plans
 from encdec_adapt.adaptation import coverage as coverage_lib
-from encdec_adapt.adaptation import recipes
 from encdec_adapt.base import errors
 from encdec_adapt.stored import model_on_disk
 from encdec_adapt.training import optimizers, phases
@@ -81,7 +81,7 @@ def read(
   stored = source.checkpoint.restore(_abstract(placement, job), partial=True)
   if coverage is None:
     return stored
-  made = recipes.make_recipes(
+  made = array_plans.make_plans(
     job.placement.model.config,
     coverage,
     dict.fromkeys(coverage.sources, source.model),

@@ -243,11 +243,12 @@ def place_model(
   placement = state_lib.Placement(
     build.build(model, compute), mesh, rules, adapters=adapters
   )
+  # Shardings of arrays that do not divide raise.
   try:
-    placement.parameters  # noqa: B018  Checks divisibility.
+    placement.abstract_params()
     placement.abstract_base()
     # Also check the base: no adapter may have its vocabulary axis.
-    dataclasses.replace(placement, adapters=None).parameters  # noqa: B018
+    dataclasses.replace(placement, adapters=None).abstract_params()
   except ValueError as error:
     raise errors.UserError(
       f'{error} Use another mesh (config.mesh), or another'

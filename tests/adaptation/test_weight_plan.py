@@ -9,7 +9,7 @@ from jax import numpy as jnp
 import numpy as np
 import pytest
 
-from encdec_adapt.adaptation import recipes, weight_plan
+from encdec_adapt.adaptation import array_plans, weight_plan
 from encdec_adapt.base import errors
 from encdec_adapt.models import build, model_config, parameters, presets
 from tests import toy_models
@@ -53,7 +53,7 @@ def _adapt(target, *given, **options):
   @jax.jit  # Many small programs are slow to compile.
   def fill(trees, rng):
     pairs = zip(configs, trees, strict=True)
-    return recipes.fill(target, coverage, *pairs, rng=rng)
+    return array_plans.fill(target, coverage, *pairs, rng=rng)
 
   made = fill([params for _, params in given], RNG)
   flat = traverse_util.flatten_dict(made, sep='/')

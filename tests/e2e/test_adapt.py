@@ -12,7 +12,7 @@ import pytest
 from safetensors import numpy as safetensors
 
 from encdec_adapt import train
-from encdec_adapt.adaptation import recipes, weight_plan
+from encdec_adapt.adaptation import array_plans, weight_plan
 from encdec_adapt.base import errors
 from encdec_adapt.stored import model_on_disk
 from encdec_adapt.tokenizers import vocabulary_training
@@ -42,7 +42,7 @@ def test_adapt_writes_what_adaptation_makes(folder, gemma, wide, capsys):
   @jax.jit
   def adapt(params, rng):
     pairs = zip(models, params, strict=True)
-    return recipes.fill(target, coverage, *pairs, rng=rng)
+    return array_plans.fill(target, coverage, *pairs, rng=rng)
 
   want = adapt([params for _, params in sources], jax.random.key(3))
   got = folders.arrays(output)

@@ -10,8 +10,8 @@ from typing import Any
 import jax
 
 from encdec_adapt import config as config_lib
+from encdec_adapt.adaptation import array_plans, init_section, weight_plan
 from encdec_adapt.adaptation import coverage as coverage_lib
-from encdec_adapt.adaptation import init_section, recipes, weight_plan
 from encdec_adapt.base import errors
 from encdec_adapt.cluster import distributed
 from encdec_adapt.models import (
@@ -139,7 +139,7 @@ class Sources:
     def fill(rng, *params):
       configs = (source.model for source in self.models)
       pairs = zip(configs, params, strict=True)
-      return recipes.fill(target, self.coverage, *pairs, rng=rng)
+      return array_plans.fill(target, self.coverage, *pairs, rng=rng)
 
     return self.placement.place(fill, rng, *params)
 

@@ -1,8 +1,8 @@
-"""Recipes: how to compute each stored array of an adapted model.
+"""Plans of the stored arrays of an adapted model, and how to compute them.
 
-A recipe implements the plan of `weight_plan` for a stored array. The same
-recipe works in a traced function, with full trees on devices, and array by
-array from lazily read sources (`stored`), to bound host memory.
+`weight_plan` plans layer by layer; an `ArrayPlan` combines the layers of a
+stored array. It works in a traced function, with full trees on devices, and
+array by array from lazily read sources (`stored`), to bound host memory.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from encdec_adapt.models import layer_leaves, model_config, parameters
 
 # Name of the tree of fresh leaves.
 FRESH = 'fresh'
-# Stored path -> array. Recipes need an array's shape, indexing by layer [i] and
+# Stored path -> array. Plans need an array's shape, indexing by layer [i] and
 # conversion to NumPy, as of `files.lazy_array.LazyArray`.
 Tree = Mapping[str, Any]
 # Config and nested parameters of a model.
@@ -45,7 +45,7 @@ class _Piece:
 
 
 @dataclasses.dataclass(frozen=True)
-class Recipe:
+class ArrayPlan:
   """How to compute a stored array.
 
   Attributes:
@@ -102,12 +102,12 @@ class Recipe:
     return jnp.stack(layers).reshape(shape.shape).astype(shape.dtype)
 
 
-def make_recipes(
+def make_plans(
   target: model_config.ModelConfig,
   coverage: coverage_lib.Coverage,
   sources: Mapping[str, model_config.ModelConfig],
-) -> dict[str, Recipe]:
-  """Returns path -> recipe for every stored array of `target`.
+) -> dict[str, ArrayPlan]:
+  """Returns path -> plan for every stored array of `target`.
 
   Args:
     target: the model to fill.
@@ -128,7 +128,7 @@ def make_recipes(
     return _Piece(fill.source, leaf.path, leaf.index, fill.transforms)
 
   return {
-    path: Recipe(
+    path: ArrayPlan(
       info,
       targets[stored[path][0]].shape,
       tuple(piece(name) for name in stored[path]),
@@ -171,6 +171,6 @@ def fill(
     for name, params in nested.items()
   }
   configs = {name: config for name, (config, _) in sources.items()}
-  recipes = make_recipes(target, coverage, configs)
-  arrays = {path: recipe.make(trees, jnp) for path, recipe in recipes.items()}
+  plans = make_plans(target, coverage, configs)
+  arrays = {path: plan.make(trees, jnp) for path, plan in plans.items()}
   return traverse_util.unflatten_dict(arrays, sep='/')
