@@ -317,7 +317,7 @@ def advance(
 
   Args:
     model: a model from `build.unroll`.
-    params: its parameters from `prepare`.
+    params: parameters of the model, from `prepare`.
     state: the state.
     eos: tokens that end a row.
     tempered: whether to apply the temperature to the log-probabilities of

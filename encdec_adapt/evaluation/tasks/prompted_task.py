@@ -169,7 +169,7 @@ def file_fields(flag: str, spec: str, default: str) -> tuple[str, list[str]]:
 
   Args:
     flag: the flag, for messages.
-    spec: its value.
+    spec: value of the flag.
     default: the fields without #.
 
   Raises:

@@ -273,7 +273,7 @@ def check_positions(
     source: the opened model.
     reader: architecture that determines the positions of each stack.
     lengths: largest numbers of tokens of a prompt and a completion.
-    title: what the model is, for the message.
+    title: description of the model, for the message.
 
   Raises:
     UserError: a stack has fewer positions.

@@ -70,7 +70,7 @@ def ratios(
   Args:
     metrics: the metrics.
     model: the model.
-    params: its parameters.
+    params: parameters of the model.
     batch: fields of `objectives.framing`.
     frozen: the models of `HeldOut.references`.
   """
