@@ -458,26 +458,26 @@ def _check_model(settings: Settings, vocabulary: str) -> None:
     )
   path = data.encoder_vocabulary
   # Equal paths are a single vocabulary, allowed for any model.
-  if path not in ('', data.vocabulary, vocabulary):
-    if not architecture.encodes_prompt:
+  two_vocabularies = path not in ('', data.vocabulary, vocabulary)
+  if two_vocabularies and model.shared_table:
+    raise errors.UserError(
+      f'config.data.encoder_vocabulary is {path!r} with'
+      ' config.model.shared_table, one table for both sides; change one of'
+      ' them.'
+    )
+  if not architecture.encodes_prompt:
+    if two_vocabularies:
       raise errors.UserError(
         f'config.data.encoder_vocabulary is {path!r} but config.model.kind is'
         f' {architecture.name}, which has no encoder; leave it empty.'
       )
-    if model.shared_table:
+    if init.mode == 'embeddings' or init.decoder:
       raise errors.UserError(
-        f'config.data.encoder_vocabulary is {path!r} with'
-        ' config.model.shared_table, one table for both sides; change one of'
-        ' them.'
+        f'config.init.mode is {init.mode!r} and config.init.decoder'
+        f' {init.decoder!r} but config.model.kind is {architecture.name}; only'
+        " an encoder_decoder has two stacks to start. Set init.mode to 'adapt'"
+        ' and init.encoder alone to the source of a single stack.'
       )
-  pair = init.mode == 'embeddings' or init.decoder
-  if pair and not architecture.encodes_prompt:
-    raise errors.UserError(
-      f'config.init.mode is {init.mode!r} and config.init.decoder'
-      f' {init.decoder!r} but config.model.kind is {architecture.name}; only an'
-      " encoder_decoder has two stacks to start. Set init.mode to 'adapt' and"
-      ' init.encoder alone to the source of a single stack.'
-    )
   if settings.adapters and init.mode != 'checkpoint':
     raise errors.UserError(
       f'config.train.lora.rank is {settings.train.lora.rank} with'

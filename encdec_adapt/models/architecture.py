@@ -137,6 +137,10 @@ class Architecture:
     """
     return self.sides_of_pairs if has_inputs else self.sides_of_texts
 
+  def prompt_side(self, has_inputs: bool) -> str:
+    """Returns the side of a batch read by the prompt's stack; see `sides`."""
+    return self.sides(has_inputs)[self.prompt_stack]
+
   def positions(self, prompt: int, generated: int) -> dict[str, int]:
     """Returns the positions of each stack for a prompt and its continuation."""
     return {'decoder': prompt + generated}

@@ -12,7 +12,7 @@ from flax import traverse_util
 from encdec_adapt.base import errors, keys
 from encdec_adapt.models import architecture as architectures
 from encdec_adapt.models import heads as heads_lib
-from encdec_adapt.ops import relative_bias, rope
+from encdec_adapt.ops import masks, relative_bias, rope
 
 LayerKind = Literal['local', 'global']
 
@@ -304,6 +304,19 @@ class StackConfig:
   def layer_kind(self, layer: int) -> LayerKind:
     """Returns the kind of layer `layer`, from 0."""
     return self.pattern[layer % len(self.pattern)]
+
+  def mask(self, kind: LayerKind) -> masks.MaskSpec:
+    """Returns the mask of self-attention in layers of a kind, without arrays.
+
+    A prefix decoder has kind 'prefix', even for rows without a prefix.
+    """
+    return masks.MaskSpec(
+      kind='full' if self.role == 'bidirectional' else self.role,
+      window=self.window if kind == 'local' else None,
+      window_rule=self.window_rule,
+      q_segments=None,
+      kv_segments=None,
+    )
 
   def reads_encoder(self, kind: LayerKind) -> bool:
     """Returns whether layers of this kind attend to the encoder."""

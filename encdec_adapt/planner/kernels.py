@@ -13,7 +13,7 @@ import numpy as np
 
 from encdec_adapt.models import model_config
 from encdec_adapt.objectives import framing
-from encdec_adapt.ops import attention_splash, masks
+from encdec_adapt.ops import attention_splash
 from encdec_adapt.planner import hlo
 
 # Matmuls [block, H] x [H, block] per block. fwd: scores, values; dq: scores,
@@ -139,19 +139,14 @@ def attentions(
     for name, side in model.architecture.sides(lengths.encoder > 0).items():
       stack, length = model.stacks[name], getattr(lengths, side)
       # `flops` only matches shapes, so one pattern represents all layers.
-      calls += [_self(stack, kind, length) for kind in stack.pattern]
+      calls += [
+        Attention(length, length, *stack.mask(kind).reach)
+        for kind in stack.pattern
+      ]
       if stack.cross_width is not None:
         cross = Attention(length, lengths.encoder, None, None)
         calls += [cross] * len(stack.pattern)
   return [call.on_shard(shards) for call in calls]
-
-
-def _self(stack: model_config.StackConfig, kind: str, length: int) -> Attention:
-  window = stack.window if kind == 'local' else None
-  if stack.role == 'causal':
-    # A causal window includes the query itself, as in `masks.causal`.
-    return Attention(length, length, window and window - 1, 0)
-  return Attention(length, length, *masks.sides(window, stack.window_rule))
 
 
 def flops(

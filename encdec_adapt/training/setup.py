@@ -22,7 +22,7 @@ from encdec_adapt.data.records import loader, manifest_summary, record_sets
 from encdec_adapt.models import adapters as adapters_lib
 from encdec_adapt.models import build, execution, forward_flops, model_config
 from encdec_adapt.objectives import framing
-from encdec_adapt.ops import attention, masks
+from encdec_adapt.ops import attention
 from encdec_adapt.ops import partition as partition_lib
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import placement as placement_lib
@@ -202,13 +202,8 @@ def check_stacks(
     UserError: names what the backend does not support.
   """
   for stack in model.stacks.values():
-    mask = 'full' if stack.role == 'bidirectional' else stack.role
-    spec = masks.MaskSpec(
-      kind=mask,
-      memory=int(stack.cross_merged),
-      aligned=not stack.cross_merged,
-      q_segments=None,
-      kv_segments=None,
+    spec = stack.mask('global').replace(
+      memory=int(stack.cross_merged), aligned=not stack.cross_merged
     )
     attention.check(
       compute.attention,

@@ -98,10 +98,6 @@ def intercept(
   return nn.intercept_methods(attend)
 
 
-def _inputs_side(kind: architectures.Architecture, batch: _Batch) -> str:
-  return kind.sides('encoder_tokens' in batch)[kind.prompt_stack]
-
-
 def annotate(
   config: model_config.ModelConfig,
   batch: _Batch,
@@ -121,7 +117,7 @@ def annotate(
     `PARTS`), `masked` (0 or 1), `noised` (tokens with masks), and `queries`,
     the weight of each decoder position, nonzero if it predicts a target.
   """
-  side = _inputs_side(config.architecture, batch)
+  side = config.architecture.prompt_side('encoder_tokens' in batch)
   tokens, segments, positions = (
     np.asarray(batch[f'{side}_{x}'])
     for x in ('tokens', 'segments', 'positions')
@@ -189,7 +185,7 @@ def measure(
     each token of the inputs' side, averaged over layers and heads. Layers are
     in the order of `layer_numbers`.
   """
-  side = _inputs_side(model.architecture, batch)
+  side = model.architecture.prompt_side('encoder_tokens' in batch)
   if noised:
     batch = {**batch, f'{side}_tokens': batch['noised']}
   parts, layer_sums = batch['parts'], []
