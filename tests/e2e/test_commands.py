@@ -237,7 +237,7 @@ BAD_PLANS = [
   (['--config.train.eval_batch_size=4'], 'train.eval_batch_size is 4'),
   (['--config.mesh.fsdp=3'], 'fsdp=3'),
   (['--config.init.mode=random', '--config.init.encoder=runs/other'],
-   "init.encoder is 'runs/other'.*init.mode 'random'"),
+   "init.encoder is 'runs/other'.*init.mode is 'random'"),
 ]  # fmt: skip
 
 

@@ -39,7 +39,7 @@ def test_fields_that_cannot_be(changes, message, small_stack):
   [
     (rope.Scaling, {'kind': 'yarn'}, "kind is 'yarn'; .*one of none, linear"),
     (rope.Scaling, {'kind': 'linear', 'factor': 0.0}, 'scaling.factor is 0.0'),
-    (rope.Scaling, {'kind': 'linear', 'low': 2.0}, 'scaling.low is 2.0 with'),
+    (rope.Scaling, {'kind': 'linear', 'low': 2.0}, 'low is 2.0, which is not'),
     (rope.Scaling, {'kind': 'llama3', 'low': 4.0}, 'low must be below high'),
     (
       relative_bias.Positions,
