@@ -26,7 +26,6 @@ from encdec_adapt.inference import pooling as pooling_lib
 from encdec_adapt.models import (
   build,
   execution,
-  heads,
   model_config,
   parameters,
 )
@@ -172,9 +171,7 @@ class LoadedModel:
 
     The stack gets mean pooling. A prefix decoder attends like an encoder.
     """
-    if isinstance(self.config.decoder.head, heads.Embedding):
-      return self
-    config = model_config.prompt_model(self.config, heads.Embedding())
+    config = model_config.embedding_model(self.config)
     paths = parameters.paths_in(self.config, config)
     flat = state_lib.flatten(self.params)
     params = {path: flat[source] for path, source in paths.items()}

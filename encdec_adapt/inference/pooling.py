@@ -12,7 +12,6 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 import numpy as np
 
-from encdec_adapt.base import errors
 from encdec_adapt.inference import lengths, row_batches
 from encdec_adapt.models import base_model, build, embedding_head, heads
 from encdec_adapt.ops import partition
@@ -48,18 +47,7 @@ def embed(
     UserError: the model has no encoder, or the pooling is unknown or differs
       from the embedding model's.
   """
-  head = model.config.decoder.head
-  trained = head.pooling if isinstance(head, heads.Embedding) else ''
-  pooling = pooling or trained or 'mean'
-  if trained and trained != pooling:
-    raise errors.UserError(
-      f'pooling is {pooling!r}, and the embedding model pools by'
-      f' {trained!r}; leave it out.'
-    )
-  if pooling not in heads.POOLINGS:
-    raise errors.UserError(
-      f'pooling is {pooling!r}; it must be {" or ".join(heads.POOLINGS)}.'
-    )
+  pooling = heads.pooling_of(model.config.decoder.head, pooling)
   model.architecture.require_encoder()
   # Sorted by length to reduce padding. The longest come first, so running out
   # of memory fails early.
@@ -85,7 +73,8 @@ def _pool(
   with partition.use(mesh, rules.as_dict()):
     positions, real = lengths.positions_and_mask(tokens, counts)
     states = model.architecture.encode(model, params, (tokens, real, positions))
-    pooled = embedding_head.pool(states, real, 1, pooling)[:, 0]
-    if isinstance(head := model.config.decoder.head, heads.Embedding):
-      pooled = embedding_head.project(head, params['decoder'], pooled)
-    return partition.shard(pooled, None, None)  # Every process reads it.
+    # An encoder of a pair has no head of embeddings.
+    vectors = embedding_head.vectors(
+      model.config.decoder.head, params['decoder'], states, real, 1, pooling
+    )[:, 0]
+    return partition.shard(vectors, None, None)  # Every process reads it.

@@ -44,16 +44,27 @@ def pool(
   return jnp.einsum('BML,BLD->BMD', weights, states, precision=EXACT)
 
 
-def project(
-  head: heads.Embedding, params: Mapping[str, Any], pooled: Float[Array, '*B D']
-) -> Float[Array, '*B E']:
-  """Projects and normalises float32 pooled states.
+def vectors(
+  head: heads.Head,
+  params: Mapping[str, Any],
+  states: Float[Array, 'B L D'],
+  segments: Int[Array, 'B L'],
+  texts: int,
+  pooling: str,
+) -> Float[Array, 'B M E']:
+  """Pools states and, with a head of embeddings, projects and normalises.
 
   Args:
-    head: options of the head.
+    head: the head of the stack.
     params: parameters of the stack.
-    pooled: pooled states.
+    states: as for `pool`, like the other arguments.
+    segments: text number of each token.
+    texts: number M of texts.
+    pooling: one of `heads.POOLINGS`.
   """
+  pooled = pool(states, segments, texts, pooling)
+  if not isinstance(head, heads.Embedding):
+    return pooled
   for i in range(len(head.projections)):
     kernel = params['embedding'][f'projection_{i}']
     pooled = jnp.matmul(pooled, kernel, precision=EXACT)

@@ -222,6 +222,30 @@ BY_KIND: dict[str, type[Head]] = {
 }
 
 
+def pooling_of(head: Head, pooling: str | None) -> str:
+  """Returns the pooling of a model's states.
+
+  Args:
+    head: the head of the model.
+    pooling: one of `POOLINGS`; None for the head's, or else 'mean'.
+
+  Raises:
+    UserError: it is unknown, or differs from that of a head of embeddings.
+  """
+  trained = head.pooling if isinstance(head, Embedding) else ''
+  pooling = pooling or trained or 'mean'
+  if trained and trained != pooling:
+    raise errors.UserError(
+      f'pooling is {pooling!r}, and the embedding model pools by'
+      f' {trained!r}; leave it out.'
+    )
+  if pooling not in POOLINGS:
+    raise errors.UserError(
+      f'pooling is {pooling!r}; it must be {" or ".join(POOLINGS)}.'
+    )
+  return pooling
+
+
 def classifies(head: Head) -> bool:
   """Returns whether other libraries load a head as a sequence classifier."""
   return isinstance(head, (Labels, Reward))

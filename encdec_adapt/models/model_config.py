@@ -504,6 +504,31 @@ def prompt_model(
   return DecoderOnlyConfig(dataclasses.replace(stack, role=role, head=head))
 
 
+def embedding_model(
+  config: ModelConfig, head: heads_lib.Embedding | None = None
+) -> DecoderOnlyConfig:
+  """Returns a model as an embedding model without a learned temperature.
+
+  Args:
+    config: the model; an embedding model keeps its head.
+    head: the head to put on the prompt-reading stack of another model; None for
+      mean pooling.
+
+  Raises:
+    UserError: a head is given for an embedding model.
+  """
+  own = config.decoder.head
+  if not isinstance(own, heads_lib.Embedding):
+    return prompt_model(config, head or heads_lib.Embedding())
+  if head:
+    raise errors.UserError(
+      f'--embedding={head.pooling} is for a model without a head of embeddings,'
+      ' and this model has one (config.model.head); leave it out.'
+    )
+  # The temperature is used only in training.
+  return prompt_model(config, dataclasses.replace(own, temperature=0.0))
+
+
 def with_head_of(config: ModelConfig, target: ModelConfig) -> ModelConfig:
   """Returns the part of a model that initialises a target, with its head.
 

@@ -300,22 +300,9 @@ def embedding_model(
 ) -> StoredModel:
   """Returns a view of a model as an embedding model, without reading it.
 
-  Args:
-    stored: the model.
-    head: the head to put on the prompt-reading stack of another model; None for
-      an embedding model, which has a head.
-
-  Raises:
-    UserError: a head is given for an embedding model.
+  Arguments and errors as for `model_config.embedding_model`.
   """
-  if head and isinstance(stored.model.decoder.head, heads.Embedding):
-    raise errors.UserError(
-      f'--embedding={head.pooling} is for a model without a head of embeddings,'
-      f' and {stored.path} has one (config.model.head); leave it out.'
-    )
-  # The temperature is used only in training.
-  head = head or dataclasses.replace(stored.model.decoder.head, temperature=0.0)
-  return _view(stored, model_config.prompt_model(stored.model, head))
+  return _view(stored, model_config.embedding_model(stored.model, head))
 
 
 def view_for(

@@ -50,14 +50,18 @@ _Batch = Mapping[str, Any]
 def layer_numbers(model: build.Model) -> dict[str, int]:
   """Returns the numbers of the analysed layers by path.
 
-  In an unrolled encoder-decoder, only layers with cross-attention count.
+  Those with cross-attention if there are any, else all; unrolled models only.
   """
-  stack, is_pair = model.config.decoder, model.architecture.encodes_prompt
+  stack = model.config.decoder
+  crossing = [i for i in range(stack.layers) if _reads_encoder(stack, i)]
   return {
     layers_index.layer_location(stack, i)[0]: i
-    for i in range(stack.layers)
-    if not is_pair or stack.reads_encoder(stack.layer_kind(i))
+    for i in crossing or range(stack.layers)
   }
+
+
+def _reads_encoder(stack: model_config.StackConfig, layer: int) -> bool:
+  return stack.reads_encoder(stack.layer_kind(layer))
 
 
 def intercept(
@@ -73,19 +77,21 @@ def intercept(
     ablated: number of the layer with hidden encoder keys, where cross-attention
       outputs zeros; may be traced. None for none.
   """
-  numbers = layer_numbers(model)
+  stack, numbers = model.config.decoder, layer_numbers(model)
 
   def attend(run, args, kwargs, context):
     # Only `attention_layer` modules have this method.
     if context.method_name != 'attend':
       return run(*args, **kwargs)
     (q, source, mask), (*path, name) = args, context.module.path
+    layer = numbers.get('/'.join(path))
+    if layer is None:
+      return run(*args, **kwargs)
     keys = mask.kv_segments.shape[1]
     # In merged attention the last `memory` keys are the encoder's.
     memory = keys if name == 'cross_attention' else mask.memory
-    if model.architecture.encodes_prompt and not memory:
-      return run(*args, **kwargs)  # Self-attention of either stack.
-    layer = numbers['/'.join(path)]
+    if _reads_encoder(stack, layer) and not memory:
+      return run(*args, **kwargs)  # The layer's self-attention.
     if visit:
       visit(layer, q, source.key, mask, kwargs.get('bias'))
     if ablated is not None:
@@ -300,7 +306,7 @@ def _make_run(
       # Also returned: here they hold the rows of all processes.
       names = 'row', 'weights', 'parts', 'masked'
       measured |= {name: batch[name] for name in names}
-      if model.architecture.encodes_prompt:
+      if _reads_encoder(model.config.decoder, layers[0]):
         losses_of = functools.partial(ablated_loss, model, params, batch)
         # One pass at a time: `vmap` would hold activations for all ablations.
         measured['losses'] = jnp.moveaxis(
