@@ -72,16 +72,25 @@ def folder_digest(folder: paths.Path) -> str:
 
   Runs of earlier versions saved only the first, so compare by prefix.
   """
-  parts, contents = [], []
-  for file in sorted(folder.glob('*.safetensors')):
+  contents = [_content_hash(file).encode() for file in _weight_files(folder)]
+  return f'{sample_digest(folder)}-{_digest(contents)}'
+
+
+def sample_digest(folder: paths.Path) -> str:
+  """Returns a digest of samples of a folder's weight files."""
+  parts = []
+  for file in _weight_files(folder):
     size = paths.size(file)
     parts.append(f'{file.name} {size}'.encode())
     with paths.open_to_read(file) as content:
       for i in range(_SAMPLES):
         content.seek(max(size - _SAMPLE_BYTES, 0) * i // (_SAMPLES - 1))
         parts.append(content.read(_SAMPLE_BYTES))
-    contents.append(_content_hash(file).encode())
-  return f'{_digest(parts)}-{_digest(contents)}'
+  return _digest(parts)
+
+
+def _weight_files(folder: paths.Path) -> list[paths.Path]:
+  return sorted(folder.glob('*.safetensors'))
 
 
 def _content_hash(file: paths.Path) -> str:

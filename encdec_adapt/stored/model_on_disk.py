@@ -252,7 +252,8 @@ def open_model(
 
   Raises:
     UserError: the path is neither, or the model is damaged or has no such step
-      or window; or the processes of the job find different kinds of models.
+      or window; or the processes of the job find different kinds of models or
+      different Hugging Face folders.
   """
   given = name = os.fspath(path)
   if hub.is_address(given):
@@ -262,7 +263,11 @@ def open_model(
   kind = 'a Hugging Face folder'
   try:
     path, step = resolve(name)
-    if not is_folder(path):
+    if is_folder(path):
+      # All processes of a job read the same objects of a bucket.
+      if jax.process_count() > 1 and not paths_lib.is_bucket(path):
+        kind += f' with weights {adapter_arrays.sample_digest(path)}'
+    else:
       settings = config_lib.load_run(str(path))
       kind = 'a run of adapters' if settings.adapters else 'a run'
   except errors.UserError as error:

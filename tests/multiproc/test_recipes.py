@@ -15,8 +15,13 @@ from tests.golden import jobs
 pytestmark = [pytest.mark.multiproc, pytest.mark.long]
 
 STORED = 'records/stored_teacher/teacher-counts-'
-# Of each process: a folder or a run, and a teacher stored with other numbers.
-LINKS = {'model': (jobs.SMALL, 'pair'), 'teacher': (f'{STORED}7', f'{STORED}3')}
+# Of each process: a folder or a run, folders of other weights, and a teacher
+# stored with other numbers.
+LINKS = {
+  'model': (jobs.SMALL, 'pair'),
+  'copy': (jobs.SMALL, 'other'),
+  'teacher': (f'{STORED}7', f'{STORED}3'),
+}
 # Jobs of `golden.jobs`: changed keys; the last is of what processes may find
 # different, and left out otherwise. The first jobs train models for others.
 JOBS = {
@@ -25,7 +30,7 @@ JOBS = {
     'train.microbatches=2',
     'init.encoder=model',
   ),
-  'labels': ('init.encoder=model',),
+  'labels': ('init.encoder=copy',),
   'reward': ('init.encoder=model',),
   'dpo_and_cross_entropy': ('teacher.checkpoint=model',),
   'distillation_by_share': ('teacher.checkpoint=model',),
@@ -82,6 +87,7 @@ def folder(tmp_path_factory):
   shape = tiny.STACK | {'layers': 1, 'vocab_size': 2048}
   vocabulary = tiny.ROOT / jobs.SMALL / 'tokenizer.model'
   folders.make_folder(folder / jobs.SMALL, shape, vocabulary)
+  folders.make_folder(folder / 'other', shape, vocabulary, seed=1)
   with contextlib.chdir(folder):
     jobs.write_files(folder)
     for name in JOBS:
