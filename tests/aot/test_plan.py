@@ -42,6 +42,7 @@ def plans(tmp_path_factory):
   return make(tmp_path_factory.mktemp('plan'), '--programs=train,decode')
 
 
+@pytest.mark.long
 @toy.needs_libtpu
 @pytest.mark.aot
 def test_the_training_step_is_counted(plans):
@@ -75,6 +76,7 @@ def test_the_training_step_is_counted(plans):
   )
 
 
+@pytest.mark.long
 @toy.needs_libtpu
 @pytest.mark.aot
 def test_decoding_reads_its_caches(plans):

@@ -120,6 +120,7 @@ def trained(folder, pairs, adapted):
   return workdir
 
 
+@pytest.mark.long
 def test_a_trained_pair_is_exported_with_its_history(folder, adapted, trained):
   workdir = trained
   output = _export(workdir, folder / 'trained_out')
@@ -211,6 +212,7 @@ def test_a_pair_comes_back_from_its_folder(folder, adapted):
   assert convert_('verify', one, other, folders.ROUNDED) == 1
 
 
+@pytest.mark.long
 def test_training_starts_from_folders(folder, pairs, gemma, wide, capsys):
   # The wider model, with a tensor of a vision part.
   seeing = shutil.copytree(wide, folder / 'seeing')

@@ -90,6 +90,7 @@ def test_what_is_there_is_not_evaluated_again(
   assert read == [adapted, gemma]
 
 
+@pytest.mark.long
 def test_predictions_are_kept(
   folder, gemma, adapted, tmp_path, monkeypatch, capsys
 ):

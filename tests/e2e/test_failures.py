@@ -46,6 +46,7 @@ def test_devices_out_of_memory_lose_nothing_and_name_what_to_ask(
   assert manager.open_latest(tmp_path / 'run').step == 2
 
 
+@pytest.mark.long
 def test_what_is_being_saved_when_a_job_fails_is_completed(
   pairs, tmp_path, monkeypatch
 ):
@@ -72,6 +73,7 @@ def test_what_is_being_saved_when_a_job_fails_is_completed(
   assert manager.open_latest(tmp_path / 'run').step == 2
 
 
+@pytest.mark.long
 def test_a_job_that_ends_with_a_loss_that_is_not_finite_has_diverged(
   pairs, tmp_path
 ):

@@ -29,6 +29,7 @@ def hub(monkeypatch, gemma, tmp_path):
     yield server
 
 
+@pytest.mark.long
 def test_a_resumed_job_reads_the_commits_of_its_start(
   hub, gemma, pairs, tmp_path, capsys
 ):

@@ -24,6 +24,7 @@ def _losses(workdir):
   return [row['loss'] for row in rows if 'loss' in row]
 
 
+@pytest.mark.long
 def test_a_job_chooses_stores_and_keeps_its_policy(
   pairs, tmp_path, monkeypatch, capfd
 ):

@@ -54,6 +54,7 @@ def _run(wheel, folder, code, *arguments):
   return done.stdout
 
 
+@pytest.mark.long
 def test_every_command_has_help(wheel, tmp_path):
   # All in one process: importing jax takes longer than a command's help.
   code = (
@@ -135,6 +136,7 @@ def test_the_console_script_runs_commands(
   assert 'Traceback' not in done.stderr
 
 
+@pytest.mark.long
 def test_convert_and_calibration(wheel, gemma, tmp_path):
   code = (
     'import sys\n'

@@ -259,6 +259,7 @@ def test_a_configuration_means_what_it_did(spec):
   assert describe(read_configuration(spec)) == table()[spec]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('name', SAVED)
 def test_a_saved_run_means_what_it_did(name):
   settings, stored = read_saved(name), dict(table()[f'saved {name}'])

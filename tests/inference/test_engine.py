@@ -257,6 +257,7 @@ def test_requests_of_adapters_are_those_of_merged_models():
     engine.submit(dataclasses.replace(requests[0], adapters='c'))
 
 
+@pytest.mark.long
 def test_rows_do_not_depend_on_their_batch():
   kind = 'encoder_decoder'
   one = _run(kind, _requests(SAMPLED), rows=1)
@@ -359,6 +360,7 @@ def test_a_repetition_penalty_counts_what_the_decoder_read():
     assert changed
 
 
+@pytest.mark.long
 def test_requests_come_and_go():
   made = _loaded('encoder_decoder').engine(rows=2, ids=IDS)
   want = _run('encoder_decoder', _requests())
@@ -457,6 +459,7 @@ def test_programs_that_were_not_used_lately_are_dropped(monkeypatch):
   assert counts[2] - counts[0] < 100
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('kind', KINDS)
 def test_integer_kernels_give_nearly_the_same(kind):
   plain = _run(kind, _requests())

@@ -127,6 +127,7 @@ def test_models_have_the_learning_rates_that_the_readme_says():
     assert is_chosen == (f'`{name}`' in named), name
 
 
+@pytest.mark.long
 def test_costs_at_cpu():
   total = {}
   for name in NAMES:

@@ -106,6 +106,7 @@ def test_a_page_is_planned_by_variances_of_others(tmp_path, monkeypatch):
     study_results.write_variances(*other)
 
 
+@pytest.mark.long
 def test_steps_and_passes_at_pod_are_planned(tmp_path, monkeypatch):
   (tmp_path / 'lines.txt').write_text('a line of text\n' * 400)
   monkeypatch.chdir(tiny.ROOT)
@@ -168,6 +169,7 @@ def test_further_rates_are_a_bound_beside_the_costs():
   assert 'up to 20 FLOPs and 2.00 hours more' in costs.line
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   'loss, rows',
   [

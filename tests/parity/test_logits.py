@@ -28,6 +28,7 @@ def test_logits(name, saved):
   assert np.abs(tiny_models.their_logits(theirs, rows)).max() > 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('name', tiny_models.CASES)
 def test_greedy_text(name, saved):
   theirs, _, ours = saved(name)

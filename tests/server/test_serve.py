@@ -69,6 +69,7 @@ def server(pair, tmp_path):
     process.wait()
 
 
+@pytest.mark.long
 def test_a_signal_finishes_what_is_in_progress(server):
   process, url, folder = server
   body = {'prompt': 'x', 'max_tokens': 6, 'temperature': 0}

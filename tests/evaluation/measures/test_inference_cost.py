@@ -18,6 +18,7 @@ from tests import toy_models
 CONFIGS = toy_models.pair_and_decoder(toy_models.stack(layers=2, vocab_size=19))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('kind', CONFIGS)
 def test_prefill_and_decode_are_measured_apart(kind):
   loaded = toy_models.load(CONFIGS[kind])

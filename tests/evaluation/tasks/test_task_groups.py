@@ -147,6 +147,7 @@ def test_scores_are_those_of_the_logits(kind, models):
   assert loaded.score_tokens([best])[0].greedy
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('kind', KINDS)
 def test_a_folder_of_tasks(kind, models, tmp_path):
   progress = []
