@@ -45,6 +45,7 @@ def test_no_texts_have_no_results(model):
   assert model.generate([]) == model.score([], []) == []
 
 
+@pytest.mark.long
 def test_texts_are_continued_and_embedded_as_by_the_command(model, tmp_path):
   def command(**flags):
     output = tmp_path / 'results.jsonl'

@@ -62,6 +62,7 @@ def sums(plan):
   ]
 
 
+@pytest.mark.long
 @EACH
 def test_the_rule_would_choose_the_policy_of_a_row(path):
   """By the estimates of policies, and the compiled memory of the row's."""

@@ -117,6 +117,7 @@ def place(request, tmp_path):
   return paths.at(request.getfixturevalue('bucket'))
 
 
+@pytest.mark.long
 def test_the_best_of_all_steps_is_kept_and_opened(place, capsys):
   losses = {1: 3.0, 2: 1.5, 3: None, 4: 1.5, 5: 2.0, 6: float('nan')}
   with _open(place, keep=1, keep_best=True) as checkpoints:

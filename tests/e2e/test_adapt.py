@@ -76,6 +76,7 @@ def test_a_dry_run_reads_no_weights(gemma, tmp_path, capsys):
   assert os.listdir(tmp_path) == ['source']
 
 
+@pytest.mark.long
 def test_training_adapts_with_options(folder, pairs, gemma):
   """Merged attention, one table, new tokens: as the model's configuration."""
   workdir = folder / 'merged_pair'

@@ -142,6 +142,7 @@ def test_a_step_is_named_wherever_a_run_is(
       tiny.generate(path, 'the quick', tmp_path / 'out')
 
 
+@pytest.mark.long
 def test_a_run_is_repeated_from_its_folder(adapted, tmp_path, capsys):
   again = tmp_path / 'again'
   config = f'--config=configs/rerun.py:run={adapted}'

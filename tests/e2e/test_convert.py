@@ -319,6 +319,7 @@ def test_task_vectors_of_adapted_decoders(folder, gemma, imported, adapted):
   )
 
 
+@pytest.mark.long
 def test_merge_takes_the_last_steps_and_a_start(folder, adapted, trained):
   start, *steps = map(folders.arrays, (adapted, f'{trained}@1', f'{trained}@2'))
   start_flag = f'--start={adapted}'

@@ -37,6 +37,7 @@ def evaluated(folder, gemma, adapted):
   return _lines(folder)
 
 
+@pytest.mark.long
 def test_scores_of_folders_and_runs(folder, gemma, adapted, evaluated):
   found = {(x['run'], x['task'], x['metric']): x for x in evaluated}
   for model, step in ((gemma, None), (adapted, 0)):

@@ -69,6 +69,7 @@ def test_a_resumed_job_reads_the_commits_of_its_start(
   assert models == (moved, str(gemma))
 
 
+@pytest.mark.long
 def test_a_model_of_the_hub_is_read_where_a_folder_is(
   hub, gemma, tmp_path, capsys
 ):

@@ -77,6 +77,7 @@ def test_every_command_has_help(wheel, tmp_path):
     assert any(f'\n{name} {code}\n' in shown for code in (0, None)), shown
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('place', ['wheel', 'checkout'])
 def test_configurations_are_found_beside_a_foreign_folder(
   place, wheel, tmp_path

@@ -92,6 +92,7 @@ def test_tasks_run_during_training_and_again_after_a_kill(folder, tmp_path):
   assert (run / results_store.FILE).read_bytes() == content
 
 
+@pytest.mark.long
 @pytest.mark.e2e
 def test_nothing_is_evaluated_without_evaluators(folder, tmp_path):
   assert tiny.call(train, *_flags(folder, tmp_path / 'run', 'loss=0')) == 0

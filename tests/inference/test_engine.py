@@ -175,6 +175,7 @@ PREPARED = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.sharded
 @pytest.mark.parametrize('case', PREPARED)
 def test_merged_kernels_give_the_uncached_log_probs(case, monkeypatch):

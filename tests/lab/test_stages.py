@@ -179,6 +179,7 @@ EDITS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('edit, expected', EDITS.values(), ids=EDITS)
 def test_an_edit_runs_what_depends_on_it(page, edit, expected):
   names, status, _ = run(page)

@@ -244,15 +244,16 @@ def test_quantised_kernels_have_the_published_codes_and_block_scales():
   np.testing.assert_array_equal(node.values, [[127, 0], [-64, 0]])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   'pair, base, error',
   [
     ('small', '', 0.0329),
     ('small', 'int8', 0.0569),
     ('small', 'nf4', 0.575),
-    pytest.param('large', '', 0.0180, marks=pytest.mark.long),
-    pytest.param('large', 'int8', 0.0301, marks=pytest.mark.long),
-    pytest.param('large', 'nf4', 0.388, marks=pytest.mark.long),
+    ('large', '', 0.0180),
+    ('large', 'int8', 0.0301),
+    ('large', 'nf4', 0.388),
   ],
 )
 def test_logits_of_a_random_pair_move_by_a_measured_error(pair, base, error):

@@ -189,6 +189,7 @@ with distributed.fail_together():
 """
 
 
+@pytest.mark.long
 # A stopped process is like a lost machine: no connection is closed.
 @pytest.mark.parametrize(
   'dead, how', [(1, signal.SIGSTOP), (0, signal.SIGKILL)]

@@ -73,6 +73,7 @@ def _rows(examples):
   return tokens(LENGTH), tokens(KEYS)[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   'head_dim, softcap, loop',
   [

@@ -89,6 +89,7 @@ def test_attention_is_that_of_the_definition(backend, expected):
   attention_cases.assert_same(results(by(backend)), expected, 2e-5)
 
 
+@pytest.mark.long
 @pytest.mark.sharded
 @pytest.mark.parametrize(
   'shape', [(1, 1, 8, 1), (2, 1, 2, 2), (2, 2, 1, 2)], ids=str

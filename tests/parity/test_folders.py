@@ -28,6 +28,7 @@ def assert_comes_back(source, folder, may_miss=None):
   return tiny_models.load(folder, may_miss)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   'name', [name for name in tiny_models.CASES if name != 'gemma3_images']
 )

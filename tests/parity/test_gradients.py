@@ -32,6 +32,7 @@ def gradients_folder(model, folder):
   return folder
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('name', [n for n in tiny_models.CASES if n not in _AS])
 def test_gradients_of_all_parameters(name, saved, tmp_path):
   case, (model, _, ours) = tiny_models.CASES[name], saved(name)

@@ -45,6 +45,7 @@ def _gemma(name, folder):
   return tokens, settings
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('name', ['t5gemma', 'gemma2', 't5'])
 def test_loglikelihoods(name, tmp_path):
   from lm_eval.models import huggingface

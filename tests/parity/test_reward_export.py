@@ -26,6 +26,7 @@ def _save(name, saved, folder, fields=FIELDS):
   return config
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   'name',
   [

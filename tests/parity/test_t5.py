@@ -58,6 +58,7 @@ def test_copies_and_ignored_tensors_are_named(saved, tmp_path):
   test_folders.assert_comes_back(tmp_path / 'model', tmp_path / 'again')
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('size', presets.T5)
 def test_counts_of_the_classes(size):
   config = presets.t5(size)

@@ -81,6 +81,7 @@ def models(request, tmp_path):
   return encdec_adapt.load(folder), theirs.eval(), rows
 
 
+@pytest.mark.long
 def test_logits_and_text(models):
   """Rows are padded on either side, and longer than twice any window."""
   ours, theirs, rows = models

@@ -74,6 +74,7 @@ def image_logits(model):
     ).logits.numpy()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('spelling', ['new', 'old'])
 def test_a_folder_with_images_comes_back_bit_for_bit(spelling, tmp_path):
   theirs = save('t5gemma2', tmp_path / 'model', spelling=spelling)

@@ -116,6 +116,7 @@ def _kill_at(flags, workdir: pathlib.Path, step: int) -> bool:
   return _kill(flags, workdir, lambda: _last_step(workdir) >= wanted)
 
 
+@pytest.mark.long
 def test_killed_during_a_save_and_at_random_steps(folder, flags, uninterrupted):
   workdir = folder / 'killed'
   seed = random.randrange(2**32)

@@ -99,6 +99,7 @@ def test_a_signal_finishes_what_is_in_progress(server):
   assert process.wait(60) == 0
 
 
+@pytest.mark.long
 def test_the_readme_and_a_second_signal(server, tmp_path):
   process, url, _ = server
   readme = pathlib.Path(server_lib.__file__).with_name('README.md').read_text()
@@ -198,6 +199,7 @@ class _Browser:
       time.sleep(0.05)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(
   not pathlib.Path(CHROMIUM).exists(), reason=f'{CHROMIUM} is not installed'
 )

@@ -50,6 +50,7 @@ print(hits > 0, float(total).hex())
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('fixture', ['tmp_path', 'bucket'])
 def test_a_second_process_reads_compiled_programs(fixture, request):
   folder = paths.at(request.getfixturevalue(fixture)) / 'cache'

@@ -117,6 +117,7 @@ def test_steps_and_microbatches_draw_their_own(params):
   assert abs(seen[0] - seen[1]) > 1e-3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   'loss, model, batch',
   [

@@ -155,6 +155,7 @@ def _gradient(loss, params, batch, parts=1):
   return jax.jit(jax.value_and_grad(objective))(params)
 
 
+@pytest.mark.long
 def test_parts_of_a_batch_equal_the_batch():
   params = toy_models.params(MODEL.config, scale=0.3)
   batch = jax.tree.map(jnp.asarray, _batch(8))

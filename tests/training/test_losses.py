@@ -26,6 +26,7 @@ def _of_kind(kind):
   return model_config.DecoderOnlyConfig(stack)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   'kind', architecture.GENERATING, ids=lambda kind: kind.name
 )

@@ -203,6 +203,7 @@ def params():
   return [toy_models.params(conftest.PAIR, seed) for seed in (0, 1)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('kind', KINDS)
 def test_losses_and_gradients_equal_dense_formulas(kind, params):
   policy_params, frozen = params

@@ -98,6 +98,7 @@ def test_losses_and_gradients_equal_dense_formulas(kind, models):
   )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('kind', architecture.BY_NAME.values(), ids=str)
 def test_a_group_reads_its_prompt_once(kind):
   if not kind.generates:

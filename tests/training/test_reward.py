@@ -97,6 +97,7 @@ def test_gradients_equal_those_of_rows_of_each_answer():
   )
 
 
+@pytest.mark.long
 def test_training_raises_held_out_accuracy():
   trainer = conftest.Trainer(loss=LOSS, model=MODEL, axes=preference_cases.AXES)
   state = trainer.init(trainer.where.place(INIT, jax.random.key(0)))

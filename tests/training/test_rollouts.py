@@ -132,6 +132,7 @@ def test_a_turn_of_a_chat_ends_with_its_token(sampled, records, monkeypatch):
   assert not chat.log_probs[0, 0, len(ids) :].any()
 
 
+@pytest.mark.long
 @pytest.mark.sharded
 @pytest.mark.parametrize('sizes', [{'fsdp': 2}, {'fsdp': 2, 'tensor': 2}])
 def test_on_a_mesh_the_completions_are_the_same(sampled, records, sizes):

@@ -202,6 +202,7 @@ def test_first_update_after_thawing_is_a_fresh_optimizers():
   assert float(metrics['learning_rate/cross_attention']) == pytest.approx(1e-2)
 
 
+@pytest.mark.long
 def test_a_teacher_held_in_bfloat16_is_one_of_rounded_parameters():
   teacher, model = build.build(SOURCE), build.build(PAIR)
   batch = jax.tree.map(jnp.asarray, make_batch(4, teacher=True))

@@ -52,6 +52,7 @@ def _logits(teacher, pairs, lengths):
   ]
 
 
+@pytest.mark.long
 def test_packed_logits_equal_unpacked_ones_above_the_window(teacher, pairs):
   packed = _logits(teacher, pairs, framing.Lengths(20, 20))
   for pair, logits in zip(pairs, packed, strict=True):

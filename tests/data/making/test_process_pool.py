@@ -33,6 +33,7 @@ def test_every_job_has_its_result(count):
   assert here == {count == 1}
 
 
+@pytest.mark.long
 @pytest.mark.multiproc
 @pytest.mark.parametrize(
   'job, error, message',

@@ -28,6 +28,7 @@ def data(tmp_path):
   return config_lib.load(config, str(tmp_path / 'run')).data
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('most', [row_estimates._MOST_BYTES, 2**18])
 def test_rows_are_estimated_before_they_are_made(data, most, monkeypatch):
   monkeypatch.setattr(row_estimates, '_MOST_BYTES', most)

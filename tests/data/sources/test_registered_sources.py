@@ -34,6 +34,7 @@ def test_a_source_that_no_module_registers_is_refused():
     text_sources.open_source('ledgers', 0, ('no_such',))
 
 
+@pytest.mark.long
 def test_the_answer_stands_in_the_table_behind_the_name_that_is_asked():
   source = text_sources.open_source('lookups', 0, MODULE)
   documents = list(source.documents())

@@ -124,6 +124,7 @@ def test_an_ablated_layer_is_one_whose_output_kernel_is_zero():
     assert not np.allclose(found, whole, rtol=1e-4)
 
 
+@pytest.mark.long
 def test_an_ablated_merged_layer_does_not_depend_on_the_inputs():
   model, params = _model('merged')
   one = dataclasses.replace(
@@ -244,6 +245,7 @@ def folder(tmp_path_factory):
   return folder
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   'kind, objective',
   [(kind, 'prefix_lm') for kind in CONFIGS] + [('decoder_only', 'causal_lm')],
