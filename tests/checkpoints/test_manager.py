@@ -137,6 +137,7 @@ def test_the_best_of_all_steps_is_kept_and_opened(place, capsys):
   assert f'skipping {place / "2"}' in capsys.readouterr().err
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('keep_best, used', [(False, 3), (True, 2)])
 def test_discarded_steps_are_neither_the_best_nor_the_newest(
   place, keep_best, used

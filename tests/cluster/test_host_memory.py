@@ -27,6 +27,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - start)
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != 'linux', reason='glibc is Linux only')
 def test_steps_map_no_pages_anew():
   def faults(word):

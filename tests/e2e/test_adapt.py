@@ -24,6 +24,7 @@ pytestmark = pytest.mark.e2e
 convert_ = tiny.convert
 
 
+@pytest.mark.long
 def test_adapt_writes_what_adaptation_makes(folder, gemma, wide, capsys):
   """Array by array: the same as all at once, fresh ones too."""
   flags = [f'--encoder={wide}', f'--decoder={gemma}', '--seed=3']

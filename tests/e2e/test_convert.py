@@ -39,6 +39,7 @@ def _other_vocabulary(path):
   return path
 
 
+@pytest.mark.long
 def test_an_imported_folder_is_a_run(folder, gemma, imported):
   settings = config_lib.load_run(str(imported))
   stack = model_config.StackConfig(**folders.GEMMA, vocab_multiple=128)
@@ -245,6 +246,7 @@ def test_training_starts_from_folders(folder, pairs, gemma, wide, capsys):
   assert EYES in coverage['not_part_of_the_model']['encoder_source']
 
 
+@pytest.mark.long
 def test_a_vocabulary_that_is_elsewhere_is_not_lost(
   folder, pairs, tmp_path, monkeypatch
 ):

@@ -38,6 +38,7 @@ def _mesh(**axes):
   return mesh_lib.make_mesh(config, jax.devices()[:4])
 
 
+@pytest.mark.long
 @pytest.mark.sharded
 def test_a_mesh_changes_no_logits(odd):
   alone = encdec_adapt.load(odd)

@@ -113,6 +113,7 @@ def test_configurations_are_found_beside_a_foreign_folder(
   assert names == {'encdec_adapt', 'bin'}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   'arguments, status, words',
   [

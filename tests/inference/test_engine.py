@@ -296,6 +296,7 @@ def test_on_a_mesh_the_tokens_are_the_same(kind):
     engine_lib.Engine(*arguments, rows=6, **options)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('kind', KINDS)
 def test_rows_end_at_eos_or_a_stop_string(kind):
   free = [found.tokens for found in _run(kind, _requests(SAMPLED))]

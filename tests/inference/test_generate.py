@@ -203,6 +203,7 @@ def test_prompts_of_ul2(run_folder, unread, tmp_path):
       _run(*flags, *more)
 
 
+@pytest.mark.long
 def test_beams_integers_and_stop_strings(run_folder, tmp_path):
   flags = [f'--checkpoint={run_folder}', _prompts(tmp_path), '--max_tokens=6']
 

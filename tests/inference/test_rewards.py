@@ -85,6 +85,7 @@ def test_a_group_has_the_outputs_at_its_last_tokens(model):
   np.testing.assert_allclose(fixed, found, atol=2e-5)
 
 
+@pytest.mark.long
 @pytest.mark.sharded
 def test_a_mesh_gives_the_same_rewards(model):
   mesh = mesh_lib.make_mesh(mesh_lib.MeshConfig(fsdp=2, sequence=2, tensor=2))

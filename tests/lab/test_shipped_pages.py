@@ -86,7 +86,10 @@ def _costs(page):
   return costs
 
 
-@pytest.mark.parametrize('size', SIZES)
+@pytest.mark.parametrize(
+  'size',
+  [pytest.param(x, marks=[pytest.mark.long] * (x != 'cpu')) for x in SIZES],
+)
 @pytest.mark.parametrize('name', NAMES)
 def test_pages_load_and_their_configurations_are_valid(name, size):
   page = _page(name, size)

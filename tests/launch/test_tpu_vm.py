@@ -169,6 +169,7 @@ def test_records_are_copied_only_if_the_disk_has_room(cloud):
     (cloud.folder / 'step').unlink()
 
 
+@pytest.mark.long
 def test_records_on_a_data_disk_are_mounted(cloud):
   cloud.put(
     'sudo',

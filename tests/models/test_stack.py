@@ -18,6 +18,7 @@ from tests import toy_models
 FIVE_TO_ONE = ('local',) * 5 + ('global',)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   'changes',
   [

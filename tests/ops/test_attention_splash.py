@@ -13,6 +13,7 @@ interpreted = functools.partial(attention_splash.attend, interpret=True)
 qkv = functools.partial(attention_cases.qkv, head_dim=64)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('name', attention_cases.MASKS)
 def test_equals_the_reference(name):
   # 150 tokens are padded to two vectors of lanes.

@@ -47,6 +47,7 @@ def test_bfloat16_is_no_worse_than_theirs(name, tmp_path):
   assert ratio <= 1 + CHANCE
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   'name, stack, change',
   [

@@ -53,6 +53,7 @@ def _assert_same_vectors(folder, ours):
   np.testing.assert_allclose(_vectors(folder, TEXTS), vectors, atol=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('name', MODELS)
 def test_vectors_are_equal(name, tmp_path):
   config = model_config.DecoderOnlyConfig(MODELS[name])

@@ -96,6 +96,7 @@ def test_the_policy_of_a_step_follows_from_the_budget(capsys):
   assert 'compute.remat=full: ' in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_a_search_ranks_what_fits(tmp_path, capsys):
   output = tmp_path / 'search.json'
   flags = ['--search=2', '--hbm_gib=0.022', f'--output={output}']

@@ -37,6 +37,7 @@ def test_tensorboard_reads_the_events(tmp_path):
   assert list(event_files.read(tmp_path))[-1].step == 8
 
 
+@pytest.mark.long
 def test_a_resumed_job_continues_its_run(account, tmp_path):
   account.setenv('WANDB_MODE', 'offline')
   trackers.check(['wandb'])

@@ -65,6 +65,7 @@ def sampled(request, records):
   return request.param, *_sample(records, request.param, ONE)
 
 
+@pytest.mark.long
 def test_log_probabilities_are_the_trainers(sampled, records):
   """Of logits divided by the temperature, at the tokens of each completion."""
   kind, samples, pairs, placement = sampled

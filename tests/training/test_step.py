@@ -181,6 +181,7 @@ def test_clip_norm_is_that_of_the_moving_parameters(frozen, full):
   assert float(every['gradient_norm']) == pytest.approx(total, rel=1e-5)
 
 
+@pytest.mark.long
 def test_first_update_after_thawing_is_a_fresh_optimizers():
   thawing = Trainer(warmup=2, rate=1e-2)
   state = thawing.init()

@@ -61,6 +61,7 @@ def test_packed_logits_equal_unpacked_ones_above_the_window(teacher, pairs):
     np.testing.assert_allclose(logits, alone, atol=1e-5)
 
 
+@pytest.mark.long
 def test_targets_are_predicted_as_the_continuation(teacher, pairs):
   model, params = teacher
   for pair in pairs:
