@@ -163,9 +163,9 @@ def _make_records(
   lengths = framing.Lengths(arguments.encoder_length, arguments.decoder_length)
   pairs: list[framing.Pair] = []
 
-  def read(job):
-    for example in shard_jobs.read_examples(job):
-      pairs.append(example.pair)
+  def read(job, tokens):
+    for example in shard_jobs.read_examples(job, tokens):
+      pairs.append(example)
       yield example
 
   spec = record_sets.RecordSpec(
