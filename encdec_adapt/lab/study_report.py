@@ -228,7 +228,7 @@ class _Page:
           f'{name} is {best}: of {len(losses)} it has the lowest held-out loss,'
           f' {numbers.loss(losses[best])}.'
         )
-        if self._mean(best, 'held_out/macro_f1', evaluation) is not None:
+        if 'held_out/macro_f1' in evaluation.metrics:  # Of classifiers.
           metric = 'held_out/accuracy'
           accuracies[name] = self._mean(best, metric, evaluation)
     if accuracies:
