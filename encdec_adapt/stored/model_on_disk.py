@@ -264,8 +264,9 @@ def open_model(
   try:
     path, step = resolve(name)
     if is_folder(path):
+      processes, _ = distributed.count_and_index()
       # All processes of a job read the same objects of a bucket.
-      if jax.process_count() > 1 and not paths_lib.is_bucket(path):
+      if processes > 1 and not paths_lib.is_bucket(path):
         kind += f' with weights {adapter_arrays.sample_digest(path)}'
     else:
       settings = config_lib.load_run(str(path))
