@@ -167,9 +167,10 @@ class LoadedModel:
     return self._vectors(encoded, pooling, chosen.batch_size)
 
   def embedding_model(self) -> 'LoadedModel':
-    """Returns an embedding model: this model or its prompt-reading stack.
+    """Returns this model as an embedding model without a learned temperature.
 
-    The stack gets mean pooling. A prefix decoder attends like an encoder.
+    Other models give their prompt-reading stack, with mean pooling. A prefix
+    decoder attends like an encoder.
     """
     config = model_config.embedding_model(self.config)
     paths = parameters.paths_in(self.config, config)

@@ -148,7 +148,7 @@ class Head(nn.Module):
 
 
 class EmbeddingHead(nn.Module):
-  """Declares projections and temperature for `embedding_head.project`."""
+  """Declares projections and temperature for `embedding_head.vectors`."""
 
   config: model_config.StackConfig
 

@@ -252,8 +252,8 @@ def open_model(
 
   Raises:
     UserError: the path is neither, or the model is damaged or has no such step
-      or window; or the processes of the job find different kinds of models or
-      different Hugging Face folders.
+      or window; or the processes of the job find different kinds of models, or
+      local folders whose sampled weights differ.
   """
   given = name = os.fspath(path)
   if hub.is_address(given):
@@ -265,9 +265,11 @@ def open_model(
     path, step = resolve(name)
     if is_folder(path):
       processes, _ = distributed.count_and_index()
-      # All processes of a job read the same objects of a bucket.
-      if processes > 1 and not paths_lib.is_bucket(path):
-        kind += f' with weights {adapter_arrays.sample_digest(path)}'
+      # All processes read the same objects of a bucket and the same commit of
+      # the Hub.
+      shared = hub.is_address(given) or paths_lib.is_bucket(path)
+      if processes > 1 and not shared:
+        kind += f' with weights {_sample_digest(path)}'
     else:
       settings = config_lib.load_run(str(path))
       kind = 'a run of adapters' if settings.adapters else 'a run'
@@ -301,12 +303,24 @@ def open_model(
   return dataclasses.replace(stored, model=model, name=name)
 
 
+def _sample_digest(path: paths_lib.Path) -> str:
+  try:
+    return adapter_arrays.sample_digest(path)
+  except OSError as error:  # All processes hear of it.
+    raise errors.UserError(f'{path}: {error}; mend the file.') from error
+
+
 def embedding_model(
   stored: StoredModel, head: heads.Embedding | None = None
 ) -> StoredModel:
   """Returns a view of a model as an embedding model, without reading it.
 
-  Arguments and errors as for `model_config.embedding_model`.
+  Args:
+    stored: the model.
+    head: see `model_config.embedding_model`.
+
+  Raises:
+    UserError: a head is given for an embedding model.
   """
   return _view(stored, model_config.embedding_model(stored.model, head))
 

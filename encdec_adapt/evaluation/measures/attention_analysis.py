@@ -50,7 +50,8 @@ _Batch = Mapping[str, Any]
 def layer_numbers(model: build.Model) -> dict[str, int]:
   """Returns the numbers of the analysed layers by path.
 
-  Those with cross-attention if there are any, else all; unrolled models only.
+  These are the layers with cross-attention, or all layers of a model without.
+  The model must be unrolled.
   """
   stack = model.config.decoder
   crossing = [i for i in range(stack.layers) if _reads_encoder(stack, i)]
@@ -91,7 +92,7 @@ def intercept(
     # In merged attention the last `memory` keys are the encoder's.
     memory = keys if name == 'cross_attention' else mask.memory
     if _reads_encoder(stack, layer) and not memory:
-      return run(*args, **kwargs)  # The layer's self-attention.
+      return run(*args, **kwargs)  # Self-attention of either stack.
     if visit:
       visit(layer, q, source.key, mask, kwargs.get('bias'))
     if ablated is not None:
