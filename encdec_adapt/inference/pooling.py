@@ -47,7 +47,7 @@ def embed(
     UserError: the model has no encoder, or the pooling is unknown or differs
       from the embedding model's.
   """
-  pooling = heads.pooling_of(model.config.decoder.head, pooling)
+  pooling = heads.resolve_pooling(model.config.decoder.head, pooling)
   model.architecture.require_encoder()
   # Sorted by length to reduce padding. The longest come first, so running out
   # of memory fails early.

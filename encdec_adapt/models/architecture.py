@@ -137,7 +137,7 @@ class Architecture:
     """
     return self.sides_of_pairs if has_inputs else self.sides_of_texts
 
-  def prompt_side(self, has_inputs: bool) -> str:
+  def inputs_side(self, has_inputs: bool) -> str:
     """Returns the side of a batch read by the prompt's stack; see `sides`."""
     return self.sides(has_inputs)[self.prompt_stack]
 

@@ -222,7 +222,7 @@ BY_KIND: dict[str, type[Head]] = {
 }
 
 
-def pooling_of(head: Head, pooling: str | None) -> str:
+def resolve_pooling(head: Head, pooling: str | None) -> str:
   """Returns the pooling of a model's states.
 
   Args:
@@ -230,7 +230,7 @@ def pooling_of(head: Head, pooling: str | None) -> str:
     pooling: one of `POOLINGS`; None for the head's, or else 'mean'.
 
   Raises:
-    UserError: it is unknown, or differs from that of a head of embeddings.
+    UserError: the pooling is unknown, or differs from the embedding head's.
   """
   trained = head.pooling if isinstance(head, Embedding) else ''
   pooling = pooling or trained or 'mean'

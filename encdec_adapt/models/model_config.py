@@ -517,8 +517,8 @@ def embedding_model(
   Raises:
     UserError: a head is given for an embedding model.
   """
-  own = config.decoder.head
-  if not isinstance(own, heads_lib.Embedding):
+  current = config.decoder.head
+  if not isinstance(current, heads_lib.Embedding):
     return prompt_model(config, head or heads_lib.Embedding())
   if head:
     raise errors.UserError(
@@ -526,7 +526,7 @@ def embedding_model(
       ' and this model has one (config.model.head); leave it out.'
     )
   # The temperature is used only in training.
-  return prompt_model(config, dataclasses.replace(own, temperature=0.0))
+  return prompt_model(config, dataclasses.replace(current, temperature=0.0))
 
 
 def with_head_of(config: ModelConfig, target: ModelConfig) -> ModelConfig:

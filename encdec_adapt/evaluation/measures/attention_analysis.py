@@ -124,7 +124,7 @@ def annotate(
     `PARTS`), `masked` (0 or 1), `noised` (tokens with masks), and `queries`,
     the weight of each decoder position, nonzero if it predicts a target.
   """
-  side = config.architecture.prompt_side('encoder_tokens' in batch)
+  side = config.architecture.inputs_side('encoder_tokens' in batch)
   tokens, segments, positions = (
     np.asarray(batch[f'{side}_{x}'])
     for x in ('tokens', 'segments', 'positions')
@@ -192,7 +192,7 @@ def measure(
     each token of the inputs' side, averaged over layers and heads. Layers are
     in the order of `layer_numbers`.
   """
-  side = model.architecture.prompt_side('encoder_tokens' in batch)
+  side = model.architecture.inputs_side('encoder_tokens' in batch)
   if noised:
     batch = {**batch, f'{side}_tokens': batch['noised']}
   parts, layer_sums = batch['parts'], []

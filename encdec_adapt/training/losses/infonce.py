@@ -123,10 +123,10 @@ class InfoNce(loss.Loss):
         model, tree, fields, routing=routes, dropout=masks
       )
       texts = batch['roles'].shape[1]
-      vectors = embedding_head.vectors(
+      embedded = embedding_head.vectors(
         head, tree['decoder'], states, fields[1], texts, head.pooling
       )
-      return vectors, routes
+      return embedded, routes
 
     key = dropout.key if dropout else jax.random.key(0)
     if parts == 1:
