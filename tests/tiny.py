@@ -3,7 +3,7 @@
 Records are written directly, so that a test knows the length of every row.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 import csv
 import os
 import pathlib
@@ -12,10 +12,12 @@ import subprocess
 import sys
 import time
 import types
+from typing import Any
 
 from flax import traverse_util
 import jax
 import numpy as np
+import pytest
 
 from encdec_adapt import convert as commands
 from encdec_adapt import generate as generate_lib
@@ -34,6 +36,14 @@ STACK |= dict(vocab_size=VOCAB, window=8, pattern=('local',))
 # Of a row's targets. They differ, so that what is divided by the weight of a
 # part of a batch is not what is divided by that of the whole.
 SHORTEST, LONGEST = 3, 16
+
+
+def slow_except(kept: Iterable[Any], values: Iterable[Any]) -> list[Any]:
+  """Parameters of a test, of which all but the kept ones are marked slow."""
+  kept = set(kept)
+  return [
+    pytest.param(x, marks=[pytest.mark.slow] * (x not in kept)) for x in values
+  ]
 
 
 def text(documents: int, seed: int = 0) -> list[str]:

@@ -324,11 +324,9 @@ def _time(
     shapes = program.call(program.arguments)
 
     def lower(policy):
-      compute = dataclasses.replace(job.compute, remat=policy)
-      step = dataclasses.replace(job, compute=compute).program()
-      return step.function.lower(*shapes)
+      return job.with_remat(policy).program().function.lower(*shapes)
 
-    remat, compiled = job.compute.remat, None
+    remat, compiled = job.resolved.compute.remat, None
     if remat == execution.AUTO:
       beside = program.beside
       choice = remat_choice.for_job(lower, job.work, shapes, (), beside, print)

@@ -61,7 +61,7 @@ def describe(settings: config_lib.Settings) -> str:
     for name, model in settings.recipe.frozen.items()
   }
   job = programs.Job.of('train', settings, platform, mesh, frozen=frozen)
-  setup.check_batches(job.train, job.lengths, job.mesh, job.rules)
+  setup.check_batches(settings.train, job.lengths, mesh, settings.rules)
   program = job.program()
   rows = [row for row in program.rows() if row.part == 'parameters']
   lines = [layout_report.text(rows)]
@@ -117,7 +117,9 @@ def _describe_sources(init: init_section.InitConfig, job: programs.Job) -> str:
   )
   if missing:
     return f'sources: {missing}'
-  sources = job_sources.open_sources(init, job.compute, job.placed_model)
+  sources = job_sources.open_sources(
+    init, job.resolved.compute, job.placed_model
+  )
   if sources.coverage:
     return sources.coverage.table()
   return f'{init.mode} of: {sources.models[0].name}'

@@ -157,7 +157,7 @@ def work(
 def _timed(
   totals: hlo.Totals, job: programs.Job, hardware: chips.Slice
 ) -> tuple[list[roofline.Row], float, list[roofline.Row]]:
-  shards = job.rules.on(job.mesh).size('length')
+  shards = job.settings.rules.on(job.mesh).size('length')
   attentions = kernels.attentions(job.models, job.lengths, shards)
 
   def row(call: hlo.Kernel) -> roofline.Row:

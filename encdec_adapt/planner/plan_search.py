@@ -71,7 +71,7 @@ class Candidate:
   @property
   def hours(self) -> float | None:
     """Hours of the whole training run; None without times."""
-    steps = self.job.train.steps
+    steps = self.job.settings.train.steps
     return steps * self.job.rows / self.rate / 3600 if self.rate else None
 
 
@@ -112,10 +112,10 @@ class _Planner:
     return Candidate(job, tuple(flags), plan)
 
   def _arguments(self, job: programs.Job) -> analytic_estimate.Arguments:
-    rules = job.rules
+    rules = job.settings.rules
     # These axes alone determine the sizes of trained parameters. Arguments of
     # other programs, such as caches, are sharded over other axes too.
-    key = (job.optimizer, not job.trains and job.mesh) + tuple(
+    key = (job.settings.optimizer, not job.trains and job.mesh) + tuple(
       tuple(job.mesh.shape[axis] for axis in axes)
       for axes in (rules.embed, rules.vocab, rules.heads)
     )
@@ -152,15 +152,19 @@ def _changed(job: programs.Job, changes: Mapping[str, Any]) -> programs.Job:
   for key, value in changes.items():
     section, name = key.split('.')
     sections.setdefault(section, {})[name] = value
-  changed: dict[str, Any] = {}
-  if mesh := sections.pop('mesh', None):
-    changed['rules'] = rules_lib.RULES[mesh['rules']]
-    changed['mesh'] = mesh_lib.make_mesh(
-      mesh_lib.MeshConfig(**mesh), list(job.mesh.devices.flat)
-    )
-  for section, values in sections.items():
-    changed[section] = dataclasses.replace(getattr(job, section), **values)
-  return dataclasses.replace(job, **changed)
+  if remat := sections.pop('compute', {}).get('remat'):
+    job = job.with_remat(remat)
+  settings = dataclasses.replace(
+    job.settings,
+    **{
+      name: dataclasses.replace(getattr(job.settings, name), **values)
+      for name, values in sections.items()
+    },
+  )
+  mesh = job.mesh
+  if 'mesh' in sections:
+    mesh = mesh_lib.make_mesh(settings.mesh, list(mesh.devices.flat))
+  return dataclasses.replace(job, mesh=mesh, settings=settings)
 
 
 def ranked(job: programs.Job, hardware: chips.Slice) -> list[Candidate]:
@@ -173,7 +177,7 @@ def ranked(job: programs.Job, hardware: chips.Slice) -> list[Candidate]:
   Raises:
     UserError: no candidate fits.
   """
-  planner, size = _Planner(job, hardware), job.train.batch_size
+  planner, size = _Planner(job, hardware), job.settings.train.batch_size
   most = step_estimate.DOUBT * hardware.chip.hbm_bytes
   candidates = []
   for mesh in meshes(job, hardware):
@@ -239,7 +243,7 @@ def remedies(
   for tier in _OPTIMIZERS if job.trains else _OPTIMIZERS[:1]:
     remedies_of_changes = []
     for changes in tier:
-      adafactor = job.optimizer.kind == 'adafactor'
+      adafactor = job.settings.optimizer.kind == 'adafactor'
       if adafactor and changes.keys() == {'optimizer.moment_dtype'}:
         continue  # It has no first moments.
       fitting = _fastest(_fitting(planner, changes))
@@ -256,7 +260,7 @@ def _fitting(
   planner: _Planner, changes: Mapping[str, Any]
 ) -> Iterator[Candidate]:
   """Yields fitting candidates with the fewest microbatches or largest batch."""
-  train = planner.job.train
+  train = planner.job.settings.train
   for mesh in meshes(planner.job, planner.hardware):
     shards = mesh['mesh.replica'] * mesh['mesh.fsdp']
     if planner.job.trains:
@@ -304,7 +308,7 @@ def meshes(
   keys = [f'mesh.{axis}' for axis in mesh_lib.AXES]
   for sizes, rules in _meshes(job, hardware):
     changes = dict(zip(keys, sizes, strict=True)) | {'mesh.rules': rules}
-    rows, shards = job.train.eval_batch_size, sizes[0] * sizes[1]
+    rows, shards = job.settings.train.eval_batch_size, sizes[0] * sizes[1]
     if rows % shards:
       changes['train.eval_batch_size'] = rows + -rows % shards
     yield changes

@@ -1,6 +1,5 @@
 """Plans for the programs of a job on chips elsewhere."""
 
-import dataclasses
 import math
 from typing import Any
 
@@ -125,7 +124,7 @@ def choose_and_plan(
   Raises:
     UserError: see `plan`.
   """
-  if not (job.trains and job.compute.remat == execution.AUTO):
+  if not (job.trains and job.resolved.compute.remat == execution.AUTO):
     return job, plan(job, slices)
   sizes = analytic_estimate.Arguments.of(job, job.program())
   held = sum((*sizes.bytes.values(), *sizes.beside.values()))
@@ -133,8 +132,7 @@ def choose_and_plan(
   plans, jobs = {}, {}
 
   def trial(policy: str) -> remat_choice.Trial:
-    compute = dataclasses.replace(job.compute, remat=policy)
-    jobs[policy] = dataclasses.replace(job, compute=compute)
+    jobs[policy] = job.with_remat(policy)
     result = plans[policy] = plan(jobs[policy], slices)
     memory = result['memory']
     # No times: the compiler ran out of memory.

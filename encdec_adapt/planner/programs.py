@@ -16,11 +16,9 @@ from jax.sharding import AbstractMesh, Mesh
 
 from encdec_adapt import config as config_lib
 from encdec_adapt.base import errors
-from encdec_adapt.data import data_section
 from encdec_adapt.evaluation.measures import perplexity
 from encdec_adapt.inference import decoding, rewards
-from encdec_adapt.models import adapters as adapters_lib
-from encdec_adapt.models import build, execution, layers, model_config
+from encdec_adapt.models import build, layers, model_config
 from encdec_adapt.models import forward_flops as formula
 from encdec_adapt.models import kv_cache as caches
 from encdec_adapt.objectives import framing
@@ -28,19 +26,17 @@ from encdec_adapt.ops import partition
 from encdec_adapt.planner import program_shapes, reward_models
 from encdec_adapt.sharding import compiler, placement
 from encdec_adapt.sharding import rules as rules_lib
+from encdec_adapt.training import phases as phases_lib
 from encdec_adapt.training import (
-  optimizers,
   rollouts,
-  schedules,
   setup,
   step_estimate,
   workload,
 )
-from encdec_adapt.training import phases as phases_lib
 from encdec_adapt.training import state as state_lib
 from encdec_adapt.training.jobs import job_models
+from encdec_adapt.training.jobs import resolved as resolved_lib
 from encdec_adapt.training.recipes import recipe as recipe_lib
-from encdec_adapt.training.sections import train_section
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,29 +46,17 @@ class Job:
   Attributes:
     name: 'train', 'eval', 'decode', or for policies 'sample' and 'reward'.
     mesh: mesh of devices or stand-ins; abstract if nothing is compiled.
-    rules: mesh axes of the logical axes.
-    model: config of the trained model.
-    compute: section `compute` of the configuration; the others likewise.
-    data: section `data`.
-    recipe: the training recipe.
+    settings: the validated configuration.
+    resolved: values derived from devices and steps.
     frozen: the job's frozen models, by name.
-    frozen_dtype: `config.teacher.dtype`.
-    optimizer: section `optimizer`.
-    train: section `train`.
     examples: examples per row; GPU attention skips keys of other examples.
   """
 
   name: str
   mesh: Mesh | AbstractMesh
-  rules: rules_lib.Rules
-  model: model_config.ModelConfig
-  compute: execution.ComputeConfig
-  data: data_section.DataConfig
-  recipe: recipe_lib.Recipe
+  settings: config_lib.Settings
+  resolved: resolved_lib.Resolved
   frozen: Mapping[str, recipe_lib.FrozenModel]
-  frozen_dtype: str
-  optimizer: optimizers.OptimizerConfig
-  train: train_section.TrainConfig
   examples: int = 1
 
   @classmethod
@@ -98,21 +82,13 @@ class Job:
     Raises:
       UserError: the configuration has no such program.
     """
-    recipe = settings.recipe
-    job = cls(
-      name,
-      mesh,
-      settings.rules,
-      settings.model,
-      settings.compute.on(platform),
-      settings.data,
-      recipe,
-      recipe.frozen if frozen is None else frozen,
-      settings.teacher.dtype,
-      settings.optimizer,
-      settings.train,
-      examples,
-    )
+    recipe, compute = settings.recipe, settings.compute.on(platform)
+    if name == 'reward':
+      compute = job_models.scoring_compute(compute)
+    steps = settings.train.steps
+    resolved = resolved_lib.Resolved.of(settings, compute, steps)
+    frozen = recipe.frozen if frozen is None else frozen
+    job = cls(name, mesh, settings, resolved, frozen, examples)
     if name == 'sample' and not recipe.sampling:
       raise errors.UserError(
         f'--programs={name}: the loss {recipe.loss.name} samples no'
@@ -122,16 +98,29 @@ class Job:
       job.model.architecture.require_generation(
         f'--programs={name}: the model', 'leave it out'
       )
-    if name != 'reward':
-      return job
-    if not job.rewards.placed:
+    if name == 'reward' and not job.rewards.placed:
       raise errors.UserError(
         f'--programs={name}: config.train.rewards.models is'
-        f' {job.train.rewards.models!r}, or the loss {recipe.loss.name} reads'
-        ' no rewards; name a checkpoint there, or leave out the program.'
+        f' {settings.train.rewards.models!r}, or the loss {recipe.loss.name}'
+        ' reads no rewards; name a checkpoint there, or leave out the program.'
       )
-    compute = job_models.scoring_compute(job.compute)
-    return dataclasses.replace(job, compute=compute)
+    return job
+
+  def with_remat(self, policy: str) -> 'Job':
+    """Returns the job with another remat policy."""
+    compute = dataclasses.replace(self.resolved.compute, remat=policy)
+    resolved = dataclasses.replace(self.resolved, compute=compute)
+    return dataclasses.replace(self, resolved=resolved)
+
+  @property
+  def model(self) -> model_config.ModelConfig:
+    """Config of the trained model."""
+    return self.settings.model
+
+  @property
+  def recipe(self) -> recipe_lib.Recipe:
+    """The kind of training."""
+    return self.settings.recipe
 
   @property
   def trains(self) -> bool:
@@ -151,33 +140,33 @@ class Job:
     # The sequence axis divides neither the single token of a decoding step nor
     # a completion with BOS.
     if self.decodes or self.name == 'reward':
-      return dataclasses.replace(self.rules, length=())
-    return self.rules
+      return dataclasses.replace(self.settings.rules, length=())
+    return self.settings.rules
 
   @property
   def rows(self) -> int:
     """Global batch size, in rows."""
     if self.name == 'sample':
       sampling = self.recipe.sampling
-      rows = sampling.rows(self.train.batch_size) * sampling.samples
+      rows = sampling.rows(self.settings.train.batch_size) * sampling.samples
       # Padded to a multiple of the shards, as in sampling.
-      shards = self.rules.on(self.mesh).size('batch')
+      shards = self.settings.rules.on(self.mesh).size('batch')
       return -(-rows // shards) * shards
     if self.trains or self.name == 'reward':
-      return self.train.batch_size
-    return self.train.eval_batch_size
+      return self.settings.train.batch_size
+    return self.settings.train.eval_batch_size
 
   @property
   def axes(self) -> placement.BatchAxes:
     """Logical axes of batch fields, see `placement.batch_axes`."""
     if self.trains:
       return self.recipe.rows.axes
-    return self.data.objectives[0].rows.axes
+    return self.settings.data.objectives[0].rows.axes
 
   @property
   def lengths(self) -> framing.Lengths:
     """Tokens per row; for decoding, positions of the decoder."""
-    lengths = self.data.train.lengths
+    lengths = self.settings.data.train.lengths
     if self.trains:
       return self.recipe.rows.lengths
     if self.name == 'reward':
@@ -195,7 +184,7 @@ class Job:
     """Answers per row."""
     if self.trains or self.name == 'reward':
       return self.recipe.rows.answers
-    return self.data.objectives[0].rows.answers
+    return self.settings.data.objectives[0].rows.answers
 
   @property
   def models(self) -> tuple[model_config.ModelConfig, ...]:
@@ -220,7 +209,7 @@ class Job:
       UserError: the recipe cannot read the model of `config.teacher`.
     """
     # References read training rows, also while a job samples.
-    read = self.data.vocabularies, self.recipe.rows.lengths
+    read = self.settings.data.vocabularies, self.recipe.rows.lengths
     return {
       name: job_models.open_frozen_model(frozen_model, self.model, *read).model
       if frozen_model.path
@@ -240,8 +229,8 @@ class Job:
     return reward_models.place(
       self.recipe.rewards.models,
       self.placed_model,
-      self.compute,
-      self.data.vocabularies,
+      self.resolved.compute,
+      self.settings.data.vocabularies,
       self.recipe.rows.lengths,
     )
 
@@ -249,7 +238,7 @@ class Job:
   def work(self) -> workload.Workload:
     """Workload of the program, for cost estimates."""
     work = workload.of_step(
-      self.placed_model, self.recipe, self.train, self.models[1:]
+      self.placed_model, self.recipe, self.settings.train, self.models[1:]
     )
     if self.trains:
       return work
@@ -257,7 +246,7 @@ class Job:
       work,
       partition=self.program_rules.on(self.mesh),
       models=self.models,
-      compute=self.compute,
+      compute=self.resolved.compute,
       lengths=self.lengths,
       rows=self.rows,
       answers=self.answers,
@@ -279,9 +268,13 @@ class Job:
     Raises:
       UserError: a parameter does not divide over the mesh.
     """
-    adapters = adapters_lib.make(self.model, self.train.lora)
+    settings = self.settings
     return setup.place_model(
-      self.model, self.compute, self.mesh, self.rules, adapters
+      self.model,
+      self.resolved.compute,
+      self.mesh,
+      settings.rules,
+      settings.adapters,
     )
 
   @functools.cached_property
@@ -289,7 +282,10 @@ class Job:
     """The frozen models on the mesh, by name."""
     return {
       name: job_models.place_frozen_model(
-        model, self.frozen_dtype, self.placed_model, self.compute
+        model,
+        self.settings.teacher.dtype,
+        self.placed_model,
+        self.resolved.compute,
       )
       for name, model in self.references.items()
     }
@@ -329,9 +325,7 @@ def _train(job: Job) -> program_shapes.Program:
   read = _trees_beside(job, state)
   arguments = {'parameters': state.params, **read, 'batch': _batch(job)}
   return program_shapes.Program(
-    phases.make_step(
-      schedules.make_schedule(job.optimizer.schedule, job.train.steps)
-    ),
+    phases.make_step(job.resolved.schedule),
     arguments,
     lambda a: (
       state.replace(params=a['parameters'], groups=a['optimizer']),
@@ -366,7 +360,11 @@ def _trees_beside(job: Job, state: state_lib.TrainState) -> dict[str, Any]:
 
 def _phases(job: Job) -> phases_lib.Phases:
   return phases_lib.Phases(
-    job.placed_model, job.recipe, job.optimizer, job.train, _models(job)
+    job.placed_model,
+    job.recipe,
+    job.settings.optimizer,
+    job.settings.train,
+    _models(job),
   )
 
 
@@ -426,7 +424,7 @@ def _decode(job: Job) -> program_shapes.Program:
     job.placed_model,
     model=model,
     rules=rules,
-    dtype=job.compute.dtype,
+    dtype=job.resolved.compute.dtype,
     adapters=None,
   )
   with partition.use(mesh, rules.as_dict()):
@@ -533,7 +531,7 @@ def _batch(job: Job) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def _fields(job: Job) -> dict[str, jax.ShapeDtypeStruct]:
-  layout, teacher = job.data.objectives[0].rows, job.reads_teacher_row
+  layout, teacher = job.settings.data.objectives[0].rows, job.reads_teacher_row
   both_sides = setup.PADDING
   if job.name == 'reward':
     group = [[]] * job.answers

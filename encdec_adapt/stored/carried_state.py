@@ -81,7 +81,7 @@ def read(
   stored = source.checkpoint.restore(_abstract(placement, job), partial=True)
   if coverage is None:
     return stored
-  made = array_plans.make_plans(
+  plans = array_plans.make_plans(
     job.placement.model.config,
     coverage,
     dict.fromkeys(coverage.sources, source.model),
@@ -90,7 +90,7 @@ def read(
   def carry(group: optimizers.GroupState) -> optimizers.GroupState:
     return jax.tree.map(
       lambda shapes, moments: (
-        {path: made[path].carry(moments, x) for path, x in shapes.items()}
+        {path: plans[path].carry(moments, x) for path, x in shapes.items()}
         if isinstance(shapes, dict)
         else moments
       ),

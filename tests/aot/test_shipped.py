@@ -78,7 +78,7 @@ def test_the_rule_would_choose_the_policy_of_a_row(path):
   trained, kind = sizes.bytes['parameters'], where.chip.kind
   chip = where.chip.name
   estimates = remat_choice.estimates(job.work, held, trained, kind)
-  policy = job.compute.remat
+  policy = job.resolved.compute.remat
   compiled = written['programs']['train']['memory']['peak']
   ratio = compiled / estimates[policy]
 
@@ -190,19 +190,12 @@ def test_a_shipped_plan_is_reproduced(path, tmp_path):
 
 
 # The others are slow: together they compile for longer than all other tests.
-LONG = ('size=2b_2b,topology=v5e:4x4', 'size=9b_2b,topology=v5p:4x4x4,slices=2')
-
-
+@pytest.mark.long
 @toy.needs_libtpu
 @pytest.mark.aot
 @pytest.mark.parametrize(
   'argument',
-  [
-    pytest.param(
-      name, marks=pytest.mark.long if name in LONG else pytest.mark.slow
-    )
-    for name in gemma2.ON_TPU
-  ],
+  tiny.slow_except(['size=2b_2b,topology=v5e:4x4'], gemma2.ON_TPU),
 )
 def test_a_small_model_of_every_recipe_compiles(argument, tmp_path):
   asked = dict(item.split('=') for item in argument.split(','))

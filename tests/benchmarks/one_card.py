@@ -86,7 +86,7 @@ def _cell(name: str, argument: str, *changes: str, card: str) -> str:
   cell = f'~{gib}'
   if estimate['source'] == 'compiled':
     cell = f'{gib}, {estimate["roofline"]["step_s"]:.3g} s'
-  return cell + f', `{job.compute.remat}`' * job.trains
+  return cell + f', `{job.resolved.compute.remat}`' * job.trains
 
 
 if __name__ == '__main__':

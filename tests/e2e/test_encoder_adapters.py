@@ -103,7 +103,12 @@ def pairs_by_table(folder, source):
 
 
 @pytest.fixture(
-  scope='module', params=itertools.product(KINDS, (False, True)), ids=str
+  scope='module',
+  params=tiny.slow_except(
+    [('embedding', False), ('classifier', True)],
+    itertools.product(KINDS, (False, True)),
+  ),
+  ids=str,
 )
 def case(request, pairs_by_table):
   """The kind of a model, its pair, and the start of the names of its runs."""

@@ -16,13 +16,9 @@ from tests import tiny
     pytest.param(
       'decoder_only',
       ['data.objective=prefix_lm', 'loss.on_inputs=1'],
-      marks=pytest.mark.long,
+      marks=pytest.mark.slow,
     ),
-    pytest.param(
-      'decoder_only',
-      ['data.objective=meap_shared', 'data.encoder_length=0'],
-      marks=pytest.mark.long,
-    ),
+    ('decoder_only', ['data.objective=meap_shared', 'data.encoder_length=0']),
   ],
 )
 def test_a_job_starts_from_a_causal_decoder(kind, flags, tmp_path):

@@ -181,7 +181,7 @@ def test_adapters_are_a_policy_over_their_base(tmp_path, flags):
 
 @pytest.mark.long
 @pytest.mark.e2e
-@pytest.mark.parametrize('keep_best', [False, True])
+@pytest.mark.parametrize('keep_best', tiny.slow_except([True], [False, True]))
 def test_a_budget_of_kl_ends_the_job(tmp_path, flags, keep_best):
   """At the last save within it, also where the job is started again."""
   run = tmp_path / 'run'

@@ -251,9 +251,9 @@ def test_quantised_kernels_have_the_published_codes_and_block_scales():
     ('small', '', 0.0329),
     ('small', 'int8', 0.0569),
     ('small', 'nf4', 0.575),
-    ('large', '', 0.0180),
-    ('large', 'int8', 0.0301),
-    ('large', 'nf4', 0.388),
+    pytest.param('large', '', 0.0180, marks=pytest.mark.slow),
+    pytest.param('large', 'int8', 0.0301, marks=pytest.mark.slow),
+    pytest.param('large', 'nf4', 0.388, marks=pytest.mark.slow),
   ],
 )
 def test_logits_of_a_random_pair_move_by_a_measured_error(pair, base, error):
@@ -311,7 +311,7 @@ def test_refusals(lora, words):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize('name', ['base', 'small'])
+@pytest.mark.parametrize('name', tiny.slow_except(['small'], ['base', 'small']))
 def test_a_quantised_base_costs_little_loss(name):
   """Of the shipped decoders, on the documents that they were not trained on."""
   decoders = tiny.ROOT / 'configs' / 'decoders'

@@ -38,7 +38,7 @@ def test_candidates_are_ranked_and_divide():
     assert math.prod(mesh.values()) == 8
     assert candidate.job.rows % (mesh['replica'] * mesh['fsdp']) == 0
     assert '--config.train.batch_size=64' in candidate.flags
-    remat = candidate.job.compute.remat
+    remat = candidate.job.resolved.compute.remat
     assert f'--config.compute.remat={remat}' in candidate.flags
   assert {c.job.mesh.shape['tensor'] for c in candidates} == {1, 2}
 

@@ -28,7 +28,12 @@ def _compile(**lora):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-  'base, share', [('', 0.55), ('int8', 0.2), ('nf4', 0.17)]
+  'base, share',
+  [
+    ('', 0.55),
+    pytest.param('int8', 0.2, marks=pytest.mark.slow),
+    ('nf4', 0.17),
+  ],
 )
 def test_memory_and_flops_are_a_share_of_full_tunings(base, share):
   full, tuned = _compile(), _compile(rank=4, base=base)

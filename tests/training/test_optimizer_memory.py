@@ -31,7 +31,7 @@ def _steps(trainer, state, *seeds):
 @pytest.mark.parametrize(
   'kind, changes',
   [
-    ('adamw', {}),
+    pytest.param('adamw', {}, marks=pytest.mark.slow),
     ('adamw', dict(moment_dtype='bfloat16', second_moment_dtype='bfloat16')),
     ('adafactor', {}),
   ],

@@ -13,8 +13,9 @@ from tests.training import conftest, preference_cases, test_policy, test_reward
 
 pytestmark = pytest.mark.sharded
 
-DEFAULT = ('dpo:cross_entropy=0.3', 'reward', 'grpo:beta=0.1')
+DEFAULT = ('dpo:cross_entropy=0.3', 'grpo:beta=0.1')
 NIGHTLY = (  # Each compiles three programs.
+  'reward',
   *preference_cases.KINDS,
   *(kind for kind in test_policy.KINDS if kind not in DEFAULT),
   'grpo:beta=0.1,truncate=2',

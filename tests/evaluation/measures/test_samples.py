@@ -64,8 +64,8 @@ def _wanted(folder, workdir):
   'kind, mesh',
   [
     ('encoder_decoder', 'mesh.fsdp=-1'),
-    ('prefix_decoder', 'mesh.tensor=2'),
-    pytest.param('decoder_only', 'mesh.sequence=2', marks=pytest.mark.long),
+    pytest.param('prefix_decoder', 'mesh.tensor=2', marks=pytest.mark.slow),
+    pytest.param('decoder_only', 'mesh.sequence=2', marks=pytest.mark.slow),
   ],
 )
 def test_samples_are_what_the_saved_model_generates(
