@@ -30,6 +30,7 @@ import jax  # noqa: E402
 import jaxtyping  # noqa: E402
 import pytest  # noqa: E402
 
+jax.devices()  # Eight of them, before a plan asks JAX for more.
 jaxtyping.install_import_hook(
   ['encdec_adapt.ops', 'encdec_adapt.models', 'encdec_adapt.training'],
   'beartype.beartype',
