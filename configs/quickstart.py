@@ -8,16 +8,18 @@ runs the page below; each of its stages is a command of its own, for example
       --workdir=runs/quickstart/adapted
 
 Both sizes start from the decoders of configs/decoders, as a user starts from a
-Hugging Face folder. `size=default` takes 5 to 10 minutes on two cores. Expect
-adapted far below scratch after 140 steps, an encoder that is used, and a loss
-still above that of the decoder.
+Hugging Face folder. `size=default` takes 5 to 10 minutes on two cores. It
+adapts a balanced and an unbalanced pair, and tunes the balanced one and its
+decoder on look-ups (`run=adapted_tuned`: questions about a table, of
+`configs/lookups.py`). Expect the tuned pair to copy descriptions from its
+input, often not the one that is asked for, and the tuned decoder to copy none.
+With `seeds=3` the difference of their losses has an interval.
 
 `size=full` takes at most two and a half hours. It trains `adapted`, `scratch`
 and the control, the decoder trained on, for about one pass of the text, with
 three seeds and the learning rates that were best in short runs, by rows that
-the report leaves out. It then tunes all three on look-ups
-(`run=adapted_tuned`: questions about a table, of `configs/lookups.py`) and
-measures what generating costs.
+the report leaves out. It then tunes all three on look-ups and measures what
+generating costs.
 `size=smoke` is for tests.
 """
 
@@ -42,17 +44,13 @@ RUNS = {
 DECODERS = configs.path('decoders')
 FOLDERS = {'decoder_only': 'base', 'decoder_only_small': 'small'}
 VOCABULARY = 2048
-PROMPTS = (
-  'The "with" statement is used to wrap the execution of a block with',
-  'def __init__(self, name, value=None):\n    self.name = name\n',
-  'Return the number of',
-  'import os\nimport sys\n\n\nclass Test',
-)
+# Questions on a table as those of the look-ups; the report shows the answers.
+QUESTIONS = f'{DECODERS}/questions.jsonl'
 # What the full size trains to compare, with the rates and seeds of each. Rates
 # below 2e-3 win in short runs of a trained decoder, and lose over a full pass:
 # none is tried beyond the edges.
 COMPARED = ('adapted', 'scratch', 'decoder_only_continued')
-TUNED = tuple(f'{run}_tuned' for run in COMPARED)
+TUNED = tuple(f'{run}_tuned' for run in (*COMPARED, 'decoder_only'))
 LEARNING_RATES = (2e-3, 6e-3, 1.8e-2)
 SEEDS = 3
 
@@ -65,6 +63,7 @@ class Size:
     root: folder of all its runs.
     max_bytes: most bytes of text that are read; 0 for all.
     adapt_steps: optimizer updates of a pair.
+    tune_steps: optimizer updates of tuning.
     evaluations: evaluations during the training of a pair.
     eval_rows: held-out rows.
     warmup_steps: first updates of a pair, with rising learning rates.
@@ -76,6 +75,7 @@ class Size:
   root: str
   max_bytes: int
   adapt_steps: int
+  tune_steps: int
   evaluations: int
   eval_rows: int
   warmup_steps: int = 20
@@ -83,9 +83,11 @@ class Size:
 
 
 SIZES = {
-  'smoke': Size('runs/quickstart_smoke', 400_000, 4, 2, 16),
-  'default': Size('runs/quickstart', 3_000_000, 140, 4, 64),
-  'full': Size('runs/quickstart_full', 0, 900, 18, 192, 40, rate_steps=130),
+  'smoke': Size('runs/quickstart_smoke', 400_000, 4, 2, 2, 16),
+  'default': Size('runs/quickstart', 3_000_000, 140, 110, 4, 64),
+  'full': Size(
+    'runs/quickstart_full', 0, 900, 400, 18, 192, 40, rate_steps=130
+  ),
 }
 
 
@@ -209,18 +211,21 @@ def _tuned(name, run):
   sft.set_tuning(config)
   data, train = config.data, config.train
   data.vocabulary, data.train_vocabulary = source.data.vocabulary, False
-  data.source = 'lookups'
+  data.source = 'lookups:length=short'
   data.seqio_modules = ('encdec_adapt.configs.lookups',)
   data.folder = f'{size.root}/records/lookups'
-  data.encoder_length, data.decoder_length = 384, 128
-  data.max_bytes = size.max_bytes
+  # A decoder reads both: fewer than the 256 tokens that it was trained on.
+  data.encoder_length, data.decoder_length = 184, 40
+  data.max_bytes = 0 if name != 'smoke' else size.max_bytes
   data.eval_fraction, data.eval_rows = 0.1, 128
   data.passes = data.shards = data.workers = 1
+  data.repeat = True
   train.batch_size = train.eval_batch_size = 16
-  train.log_every = 20
-  # The evaluations before the first step and after the last suffice.
-  config.evaluation.loss, config.evaluation.samples = 1000, 0
-  config.checkpoint.every = 1000
+  train.steps, train.log_every = size.tune_steps, 20
+  config.evaluation.loss = max(size.tune_steps // 5, 1)
+  config.evaluation.samples = 0
+  # The last one is compared: a choice by these rows would favour the models.
+  config.checkpoint.every, config.checkpoint.keep_best = size.tune_steps, False
   config.optimizer.learning_rate = 2e-3
   config.compute.dtype = 'float32'
   config.compute.compile_cache = source.compute.compile_cache
@@ -228,117 +233,126 @@ def _tuned(name, run):
 
 
 def get_study(arg=None):
-  """Returns the page of a size; see `encdec_adapt.study`."""
-  name = config_lib.parse_arg(arg, size='default')['size']
-  size = _size(name)
-  arms = tuple(_arm(name, run) for run in _runs(size))
-  models = (*(arm.name for arm in arms), 'decoder_only')
-  evaluations = [pages.Evaluation('evaluate', records='adapted', models=models)]
-  claims, rates, note = [_CLAIMS['scratch']], (), ''
+  """Returns the page of a size; see `encdec_adapt.study`.
+
+  `seeds`, if given, is the number of seeds of every arm.
+  """
+  args = config_lib.parse_arg(arg, size='default', seeds=0)
+  name, size = args['size'], _size(args['size'])
+  count = args['seeds'] or (SEEDS if size.rate_steps else 1)
   if size.rate_steps:
-    claims.append(_CLAIMS['decoder_only_continued'])
+    compared = COMPARED
+    tuned = tuple(f'{run}_tuned' for run in COMPARED)
     rates = tuple(
       pages.Rate(f'rate_{x}', x, LEARNING_RATES, size.rate_steps, extra=0)
       for x in COMPARED
     )
-    arms += tuple(
-      pages.Arm(
-        f'{run}_tuned',
-        f'quickstart:size={name},run={run}_tuned',
-        starts={'init.encoder': run},
-      )
-      for run in COMPARED
+    models = (*compared, 'decoder_only')
+    evaluations = (
+      pages.Evaluation('evaluate', records='adapted', models=models),
+      _answers(tuned),
+      pages.Evaluation(
+        'cost',
+        ('--cost=184,40',),
+        metrics=('cost/decode_ms',),
+        models=tuned,
+        all_seeds=False,  # Seeds cost the same.
+        seconds=30,
+      ),
     )
-    evaluations += _TUNED_EVALUATIONS
+    claims = _CLAIMS[:2]
   else:
-    note = (
-      f'{size.adapt_steps} steps are few: `bash launch/quickstart.sh'
-      f' --size=full` trains {SIZES["full"].adapt_steps}, in which adapted ends'
-      ' below the decoder that it was made from.'
-    )
+    compared, rates = ('adapted', 'unbalanced'), ()
+    tuned = 'adapted_tuned', 'decoder_only_tuned'
+    evaluations = (_answers((*tuned, 'decoder_only', *compared)),)
+    claims = _CLAIMS[2:] if count > 1 else ()
   return pages.Study(
     name='quickstart',
-    title='Adapting a decoder-only model on the text that Python carries',
+    title=(
+      'A decoder, two pairs adapted from it, and decoder and pair tuned to'
+      ' answer from their input'
+    ),
     size=name,
     root=size.root,
-    arms=arms,
-    seeds=tuple(range(SEEDS)) if size.rate_steps else (0,),
-    claims=tuple(claims),
-    evaluations=tuple(evaluations),
-    commands=tuple(_commands(size)),
+    arms=tuple(_arm(name, run) for run in (*compared, *tuned)),
+    seeds=tuple(range(count)),
+    claims=claims,
+    evaluations=evaluations,
+    commands=tuple(_commands(size, tuned)),
     rates=rates,
-    samples='samples',
-    note=note,
+    samples=tuple(f'samples_{run}' for run in tuned),
   )
 
 
-# Losses of tuned runs on held-out answers, and the cost of a request.
-_TUNED_EVALUATIONS = (
-  pages.Evaluation(
+def _answers(models):
+  """Losses on held-out answers of look-ups."""
+  return pages.Evaluation(
     'answers',
     metrics=('held_out/loss', 'held_out/exact_match'),
-    records=TUNED[0],
-    models=TUNED,
-  ),
-  pages.Evaluation(
-    'cost',
-    ('--cost=384,128',),
-    metrics=('cost/decode_ms',),
-    models=TUNED,
-    all_seeds=False,  # Seeds cost the same.
-    seconds=30,
-  ),
-)
+    records='adapted_tuned',
+    models=models,
+  )
 
 
-def _claim(other, description, paper):
+def _claim(contrast, sentence, paper, source='Figure 2 and Table 4', **fields):
   return pages.Claim(
-    sentence=f'The adapted pair ends below {description}.',
-    source='Encoder-Decoder Gemma (arXiv:2504.06225), Figure 2 and Table 4',
+    sentence=sentence,
+    source=f'Encoder-Decoder Gemma (arXiv:2504.06225), {source}',
     paper=paper,
-    contrast=(other, 'adapted'),
+    contrast=contrast,
     metric='held_out/loss',
     direction='less',
     smallest=0.02,
     reason='two seeds of a model of this size differ by about as much',
+    **fields,
   )
 
 
-_CLAIMS = {
-  'scratch': _claim(
-    'scratch', 'the same pair from random weights', '+2.6 points at 2B'
+_CLAIMS = (
+  _claim(
+    ('scratch', 'adapted'),
+    'The adapted pair ends below the same pair from random weights.',
+    '+2.6 points at 2B',
   ),
-  'decoder_only_continued': _claim(
-    'decoder_only_continued',
-    'the decoder trained on',
+  _claim(
+    ('decoder_only_continued', 'adapted'),
+    'The adapted pair ends below the decoder trained on.',
     '49.7 against 48.6 of Gemma 2 2B with 6T tokens more',
   ),
-}
-
-
-def _runs(size):
-  return COMPARED if size.rate_steps else ('adapted', 'scratch', 'unbalanced')
+  _claim(
+    ('decoder_only_tuned', 'adapted_tuned'),
+    'Tuned on look-ups in its input, the adapted pair has a lower loss than the'
+    ' decoder it is made from, tuned alike.',
+    'a larger gain from tuning than the decoder',
+    'section 4.3',
+    primary=True,
+  ),
+)
 
 
 def _arm(name, run):
   """Returns an arm, and the imported decoders that its configuration reads."""
   starts = {}
-  if run != 'decoder_only_continued':
-    starts['teacher.checkpoint'] = 'decoder_only'
-  if run != 'scratch':
-    starts['init.encoder'] = 'decoder_only'
-  if run == 'unbalanced':
-    starts['init.decoder'] = 'decoder_only_small'
+  if run in TUNED:
+    starts['init.encoder'] = run.removesuffix('_tuned')
+  else:
+    if run != 'decoder_only_continued':
+      starts['teacher.checkpoint'] = 'decoder_only'
+    if run != 'scratch':
+      starts['init.encoder'] = 'decoder_only'
+    if run == 'unbalanced':
+      starts['init.decoder'] = 'decoder_only_small'
+  has_rate = _size(name).rate_steps and run in COMPARED
   return pages.Arm(
     run,
     f'quickstart:size={name},run={run}',
     starts=starts,
-    rate=f'rate_{run}' if _size(name).rate_steps else '',
+    rate=f'rate_{run}' if has_rate else '',
   )
 
 
-def _commands(size):
-  """Imports decoders; generates with the adapted model, and exports it."""
+def _commands(size, tuned):
+  """Imports decoders; answers with tuned models, and exports the pair."""
   for run in ('decoder_only',) if size.rate_steps else FOLDERS:
     yield pages.Command(
       run,
@@ -350,28 +364,28 @@ def _commands(size):
       ),
       seconds=10,
     )
-  yield pages.Command(
-    'samples',
-    'generate',
-    (
-      '--checkpoint={adapted}',
-      *(f'--prompt={prompt}' for prompt in PROMPTS),
-      '--max_tokens=48',
-      '--temperature=0.7',
-      '--top_p=0.9',
-      '--output={samples}/samples.jsonl',
-    ),
-    seconds=20,
-  )
+  for run in tuned:
+    name = f'samples_{run}'
+    yield pages.Command(
+      name,
+      'generate',
+      (
+        f'--checkpoint={{{run}}}',
+        f'--prompts={QUESTIONS}',
+        '--max_tokens=40',
+        f'--output={{{name}}}/samples.jsonl',
+      ),
+      seconds=20,
+    )
   yield pages.Command(
     't5gemma',
     'convert',
-    ('export', '--checkpoint={adapted}', '--output={t5gemma}'),
+    ('export', '--checkpoint={adapted_tuned}', '--output={t5gemma}'),
     seconds=10,
   )
   yield pages.Command(
     'verify',
     'convert',
-    ('verify', '{adapted}', '{t5gemma}', '--tolerance=1e-4'),
+    ('verify', '{adapted_tuned}', '{t5gemma}', '--tolerance=1e-4'),
     seconds=15,
   )

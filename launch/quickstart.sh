@@ -3,7 +3,7 @@
 #
 #   bash launch/quickstart.sh [--size=default|full] [flags of the study]
 #
-# After installing, the default size takes up to 10 minutes on two cores; full,
+# With the installation the default size takes 10 minutes on two cores; full,
 # which trains long enough to compare results, at most two and a half hours. The
 # same command resumes an interrupted run. PYTHON names an interpreter.
 
@@ -38,4 +38,15 @@ prepare_environment ''
 command=("$VENV/bin/python" -m encdec_adapt.study
   "--study=configs/quickstart.py:size=$size" ${flags[@]+"${flags[@]}"})
 show "${command[@]}"
-exec "${command[@]}"
+"${command[@]}"
+[ ${#flags[@]} -eq 0 ] || exit 0
+run=quickstart
+[ "$size" = default ] || run=quickstart_$size
+cat <<END
+
+The report is runs/$run/report.html. To go on with the tuned pair:
+
+  source $VENV/bin/activate
+  python -m encdec_adapt.generate --checkpoint=runs/$run/adapted_tuned \\
+    --prompts=configs/decoders/questions.jsonl
+END

@@ -80,7 +80,8 @@ class Collected:
     notes: sentences on stages that failed or ran with other versions.
     rates: held-out loss at each learning rate, by the name of the sweep.
     request: tokens of prompt and answer for inference FLOPs.
-    samples: continuations: `prompt`, `continuation`, and further fields.
+    samples: continuations: `run` (the model), `prompt`, `continuation`, and
+      further fields.
     table: rows of the table of the study.
     text: facts about the held-out records.
     environment: versions and hardware.

@@ -215,10 +215,10 @@ class Study:
       of all claims; '' for none.
     best_of: maps a name in the report to arms; the report shows the arm with
       the lowest held-out loss under this name.
-    samples: command with continuations for the report, in samples.jsonl in its
-      folder; '' for none.
-    note: paragraphs at the head of the report, separated by empty lines: what
-      arms are, and what is not controlled; '' for none.
+    samples: commands with continuations for the report, in samples.jsonl in
+      their folders.
+    note: paragraphs of the report, separated by empty lines: what arms are, and
+      what is not controlled; '' for none.
     table: command with its own table for the report, `rows` of table.json in
       its folder; '' for none.
   """
@@ -237,7 +237,7 @@ class Study:
   topology: str = ''
   readme: str = ''
   best_of: Mapping[str, tuple[str, ...]] = _mapping()
-  samples: str = ''
+  samples: tuple[str, ...] = ()
   note: str = ''
   table: str = ''
 

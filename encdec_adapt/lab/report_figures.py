@@ -140,6 +140,32 @@ def draw_claims(
     axes.set(xlim=(-limit, limit), xlabel=label)
 
 
+def draw_bars(
+  values: Mapping[str, float],
+  label: str,
+  model_styles: Styles,
+  *,
+  path: pathlib.Path,
+) -> None:
+  """Draws a number per model as horizontal bars, the first on top.
+
+  Args:
+    values: number of every model.
+    label: label of the numbers.
+    model_styles: style of every model.
+    path: path of the PNG.
+  """
+  size = 9, 1 + 0.45 * len(values)
+  with _subplots(path, size=size) as (_, ((axes,),)):
+    colours = [model_styles[name]['color'] for name in values]
+    bars = axes.barh(list(values), list(values.values()), color=colours)
+    axes.bar_label(bars, fmt='%.3g', padding=4)
+    axes.invert_yaxis()
+    axes.grid(False)
+    axes.set(xlabel=label)
+    axes.margins(x=0.1)
+
+
 def draw_curves(
   curves: Mapping[str, Sequence[Mapping[str, Sequence[float]]]],
   finals: Mapping[str, float],
@@ -150,7 +176,10 @@ def draw_curves(
   *,
   path: pathlib.Path,
 ) -> None:
-  """Draws the mean loss over seeds with its range.
+  """Draws the mean loss over seeds with its range, from step 0.
+
+  Values at the end are not printed: tables have the loss on all held-out rows,
+  which jobs evaluate a part of.
 
   Args:
     curves: curves of the seeds of every model (`collected.Run.curve`).
@@ -164,7 +193,7 @@ def draw_curves(
   with _subplots(path) as (_, ((axes,),)):
     ends, means = [*finals.values()], {}
     for model, seeds in curves.items():
-      # A run may have stopped early, and a logarithm has no step 0.
+      # A run may have stopped early.
       points = [
         (statistics.fmean(x), losses)
         for x, losses in zip(
@@ -174,23 +203,18 @@ def draw_curves(
           ),
           strict=True,
         )
-        if min(x) > 0
       ]
-      if not points:
-        continue
       x, losses = zip(*points, strict=True)
       y, style = [*map(statistics.fmean, losses)], model_styles[model]
       means[model] = x, y
       ends.append(y[-1])
-      label = f'{model}  {y[-1]:.3f}' + (
-        f' ({len(seeds)} seeds)' if len(seeds) > 1 else ''
-      )
+      label = model + (f' ({len(seeds)} seeds)' if len(seeds) > 1 else '')
       axes.plot(x, y, **style, linewidth=2, label=label)
       band = [*map(min, losses)], [*map(max, losses)]
       axes.fill_between(x, *band, color=style['color'], alpha=0.25, linewidth=0)
     for model, loss in finals.items():
       style = {**model_styles[model], 'linestyle': '--'}
-      axes.axhline(loss, **style, label=f'{model} at its end  {loss:.3f}')
+      axes.axhline(loss, **style, label=f'{model} at its end')
     for model, loss in marks:
       x = crossings.crossing(*means[model], loss)
       if x is not None:  # A mean need not cross where all seeds do.
@@ -201,8 +225,8 @@ def draw_curves(
     finite = [x for x in ends if math.isfinite(x)]
     if finite and axes.get_ylim()[1] > max(finite) + 1:
       axes.set_ylim(top=max(finite) + 1)
+    axes.set_xlim(left=0)
     if means:
-      _set_log(axes.xaxis, [x for xs, _ in means.values() for x in xs])
       axes.legend(fontsize=9)
 
 

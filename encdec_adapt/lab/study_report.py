@@ -2,10 +2,11 @@
 
 Sentences, figures and verdicts follow from the claims of the page and the
 collected results (`collected.Collected`). `report.json` has `study`, `title`,
-`size`, `date`, `command`, `seconds`, `claims` (rows of `claim_tables.row`) and
-`findings`. This module reads no model.
+`size`, `date`, `command`, `seconds`, `summary`, `claims` (rows of
+`claim_tables.row`) and `findings`. This module reads no model.
 """
 
+import collections
 from collections.abc import Iterable, Iterator, Mapping
 import functools
 import math
@@ -64,7 +65,7 @@ def write(collected: Collected, root: str | os.PathLike[str]) -> list[str]:
     root: folder of the files.
 
   Returns:
-    A sentence for each claim, then the findings.
+    The summary, a sentence for each claim, then the findings.
   """
   study = collected.study
   with paths.staged(root) as folder:
@@ -77,6 +78,7 @@ def write(collected: Collected, root: str | os.PathLike[str]) -> list[str]:
       'date': collected.date,
       'command': collected.command,
       'seconds': collected.seconds,
+      'summary': page.summary,
       'claims': rows,
       'effects': [
         (x.claim.sentence, *x.drawn)
@@ -86,13 +88,14 @@ def write(collected: Collected, root: str | os.PathLike[str]) -> list[str]:
       'findings': page.findings,
     }
     html_report.save(folder, report, page.render())
-    notes = ''.join(f'{note}\n\n' for note in page.notes)
+    notes = ''.join(f'{text}\n\n' for text in (*page.summary, *page.notes))
     text = f'# {study.title}\n\n{notes}{claim_tables.markdown(rows)}'
     text += ''.join(f'\n- {finding}' for finding in page.findings) + '\n'
     (folder / 'report.md').write_text(text, encoding='utf-8')
     text = claim_tables.numbers_csv(collected)
     (folder / 'numbers.csv').write_text(text, encoding='utf-8')
-  return [*(x.sentence for x in page.results), *page.findings]
+  claims = (x.sentence for x in page.results)
+  return [*page.summary, *claims, *page.findings]
 
 
 class _Page:
@@ -135,10 +138,13 @@ class _Page:
       for x in collected.stages
     ]
     sections = {
+      'A number for each model': self._bars(),
+      'Continuations': html.join(map(self._sample, collected.samples)),
+      'Loss': self._curves(),
       'Claims': self._claims(),
       'Findings': html.items(self.findings),
+      'How to read the numbers': html.paragraphs(self.notes),
       'Measures': html.table(collected.table),
-      'Loss': self._curves(),
       'Quality against cost': self._quality(),
       'Before and after': self._scatter(),
       'Needles': html_report.needles(
@@ -153,12 +159,72 @@ class _Page:
       ),
       'Training': html.table(self._training(self._models)),
       'Inference': html.table(score_tables.cost_rows(self._measured)),
-      'Continuations': html.join(map(self._sample, collected.samples)),
       'Commands': html.folded(f'{len(stages)} stages', html.table(stages)),
       'Text': html.facts(collected.text),
       'Environment': html.facts(collected.environment),
     }
-    return html.page(self._study.title, self.notes, sections)
+    return html.page(self._study.title, self.summary, sections)
+
+  @functools.cached_property
+  def summary(self) -> list[str]:
+    """Up to three sentences: the best model, its inputs, and the verdicts."""
+    if not self._ranked:
+      return []
+    (evaluation, *_) = self._study.evaluations
+    metric, count = evaluation.metrics[0], len(self._ranked)
+    (best, value), *others = self._ranked.items()
+    extreme = 'lowest' if score_tables.lower_is_better(metric) else 'highest'
+    unit = ' nats per target token' if metric == pages.LOSS else ''
+    text = f'Of {count} models, {best} has the {extreme} {_label(metric)} on'
+    text += f' {evaluation.name}: {value:.3f}{unit}'
+    if others:
+      text += f', then {others[0][0]} with {others[0][1]:.3f}'
+    texts = [f'{text}.']
+    if best in (losses := self._input_losses(evaluation)):
+      texts.append(
+        'With the inputs of other examples its loss is higher by'
+        f' {losses[best]:.3f}.'
+      )
+    verdicts = collections.Counter(
+      x.verdict for x in self.results if x.claim.primary
+    )
+    if verdicts:
+      listed = ', '.join(f'{name}: {n}' for name, n in verdicts.items())
+      texts.append(f'Primary claims by verdict: {listed}.')
+    elif all(len(self._collected.of(x)) == 1 for x in self._ranked):
+      texts.append(
+        'Every model has one seed, so the page has no intervals: a small'
+        ' difference may be due to chance.'
+      )
+    return texts
+
+  @functools.cached_property
+  def _ranked(self) -> dict[str, float]:
+    """The first metric of the first evaluation by model, the best first."""
+    for evaluation in self._study.evaluations[:1]:
+      metric = evaluation.metrics[0]
+      means = {
+        x: mean
+        for x in self._study.measured(evaluation)
+        if math.isfinite(mean := self._mean(x, metric, evaluation) or math.nan)
+      }
+      is_loss = score_tables.lower_is_better(metric)
+      names = sorted(means, key=means.get, reverse=not is_loss)
+      return {name: means[name] for name in names}
+    return {}
+
+  def _bars(self) -> str:
+    if len(self._ranked) < 2:
+      return ''
+    (metric, *_) = self._study.evaluations[0].metrics
+    is_loss = score_tables.lower_is_better(metric)
+    label = (
+      f'{_label(metric)} on {self._study.evaluations[0].name};'
+      f' {"lower" if is_loss else "higher"} is better'
+    )
+    draw = report_figures.draw_bars
+    arguments = self._ranked, label, self._styles
+    return self._html.wide(self._figure('models', label, draw, *arguments))
 
   def _notes(self) -> Iterator[str]:
     study, took = self._study, progress.format_seconds(self._collected.seconds)
@@ -197,7 +263,7 @@ class _Page:
     texts += inference_cost.notes(self._costs, self._generated)
     return [*texts, *self._collected.notes]
 
-  def _inputs(self, evaluation: Evaluation) -> str:
+  def _input_losses(self, evaluation: Evaluation) -> dict[str, float]:
     losses = {}
     for name in self._study.measured(evaluation):
       own, other = (
@@ -206,6 +272,10 @@ class _Page:
       )
       if own is not None and other is not None:
         losses[name] = other - own
+    return losses
+
+  def _inputs(self, evaluation: Evaluation) -> str:
+    losses = self._input_losses(evaluation)
     listed = ', '.join(
       f'{name} {losses[name]:.3f}' for name in sorted(losses, key=losses.get)
     )
@@ -475,7 +545,11 @@ class _Page:
     fields = ('log_prob', 'tokens', 'reward')
     scores = ', '.join(f'{x} {sample[x]:.4g}' for x in fields if x in sample)
     text = self._html.code(sample['prompt'], sample['continuation'])
-    return text + self._html.paragraphs([scores])
+    return self._html.paragraphs([f'{sample["run"]}, {scores}:']) + text
+
+
+def _label(metric: str) -> str:
+  return metric.replace('_', '-').replace('/', ' ')
 
 
 def _rate(name: str, losses: Mapping[str, float]) -> str:

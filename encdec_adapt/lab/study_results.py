@@ -208,8 +208,8 @@ def _file(states: stage_states.States, name: str, file: str):
 
 
 def _samples(study, states) -> list[dict[str, str]]:
-  path = _file(states, study.samples, 'samples.jsonl')
-  return [x for x, _ in append_log.Log(path).lines] if path else []
+  files = (_file(states, name, 'samples.jsonl') for name in study.samples)
+  return [x for path in files if path for x, _ in append_log.Log(path).lines]
 
 
 def _table(study, states) -> list[dict[str, Any]] | None:

@@ -59,22 +59,22 @@ def test_study_runs_reports_and_continues(tmp_path):
   assert resumed['starts'] == 2
   assert resumed['seconds'] > states['adapted']['seconds'] > 0
   values = tiny.numbers(root)
-  pairs = 'adapted', 'scratch', 'unbalanced'
-  assert {arm for arm, *_ in values} == {*pairs, 'decoder_only'}
-  curves = {x: values[x, '0', 'development', 'loss'] for x in pairs}
-  for name, curve in curves.items():
-    measured = (name, '0', 'evaluate/held_out')
+  tuned = 'adapted_tuned', 'decoder_only_tuned'
+  models = {'adapted', 'unbalanced', *tuned}
+  assert {arm for arm, *_ in values} == {*models, 'decoder_only'}
+  for name in models:
+    assert len(values[name, '0', 'development', 'loss']) > 1
     (loss,), (shuffled,) = (
-      values[*measured, x] for x in ('loss', 'loss_shuffled_prefix')
+      values[name, '0', 'answers/held_out', x]
+      for x in ('loss', 'loss_shuffled_prefix')
     )
-    assert len(curve) > 2 and shuffled != loss
-  assert curves['adapted'][0] < curves['scratch'][0]
-  (loss,) = values['decoder_only', '', 'evaluate/held_out', 'loss']
-  assert loss < curves['scratch'][-1] - 2
+    assert shuffled != loss
   report = json.loads((root / 'report.json').read_text())
-  (claim,) = report['claims']
-  assert 'a single seed' in claim['verdict'] and claim['interval'] == ''
-  assert (root / 'report.html').stat().st_size > 10_000
+  assert report['claims'] == []
+  best, _, seeds = report['summary']
+  assert best.startswith('Of 5 models, ') and 'one seed' in seeds
+  page = (root / 'report.html').read_text()
+  assert all(f'{name}, log_prob' in page for name in tuned)
   assert (root / 't5gemma' / 'config.json').exists()
 
 
@@ -83,9 +83,9 @@ def test_full_size_compares_crosses_and_tunes(tmp_path):
   root = tmp_path / 'run'
   path = _copy(
     tmp_path,
-    ("'runs/quickstart_full', 0, 900, 18, 192, 40, rate_steps=130", 'FULL'),
-    ('FULL', f"'{root}', 400_000, 8, 2, 16, rate_steps=2"),
-    ('  data.max_bytes = size.max_bytes', '  data.max_bytes = 100_000'),
+    ("'runs/quickstart_full', 0, 900, 400, 18, 192, 40, rate_steps=130", 'FULL'),
+    ('FULL', f"'{root}', 400_000, 8, 2, 2, 16, rate_steps=2"),
+    ("0 if name != 'smoke' else size.max_bytes", '100_000'),
     ('(2e-3, 6e-3, 1.8e-2)', '(1e-3, 2e-3)'),
     # The text has too few groups for a development part.
     ('development_rows = 64', 'development_rows = 0'),

@@ -136,7 +136,14 @@ def _collected(study, **fields):
       'edge': {'0.001': 3.25, '0.003': 3.125},
     },
     request=(128, 128),
-    samples=[{'prompt': 'def f', 'continuation': 'a < b', 'log_prob': -12.5}],
+    samples=[
+      {
+        'run': 'adapted',
+        'prompt': 'def f',
+        'continuation': 'a < b',
+        'log_prob': -12.5,
+      }
+    ],
     text={'python': '3.11.7'},
   )
   return collected.Collected(study, **values | fields)
@@ -281,8 +288,14 @@ def test_a_claim_is_drawn_on_the_side_that_it_claims(direction, side):
 
 def test_write(tmp_path, bucket):
   content = _collected(_study())
-  sentences = study_report.write(content, tmp_path)
-  assert sentences[0].startswith(
+  *summary, first = (sentences := study_report.write(content, tmp_path))[:4]
+  assert summary == [
+    'Of 3 models, adapted has the lowest held-out loss on loss: 2.500 nats per'
+    ' target token, then source with 2.700.',
+    'With the inputs of other examples its loss is higher by 0.250.',
+    'Primary claims by verdict: reproduced: 3, no difference: 1.',
+  ]
+  assert first.startswith(
     'adapted is ahead. Reproduced. held_out/loss: adapted - scratch: -0.500'
     ' (98.75 % interval -0.5'
   )
@@ -308,11 +321,17 @@ def test_write(tmp_path, bucket):
     assert note in page and note in text
   for text in ('3.11.7', 'a &lt; b', '--workdir=&lt;runs&gt;', '2031-02-03'):
     assert text in page
-  assert 'log_prob -12.5' in page and 'href="' in page
+  assert 'adapted, log_prob -12.5:' in page and 'href="' in page
   assert '2.35 M' in page and '<td>init.mode</td>' in page
   assert 'http' not in page  # Nothing outside the page.
   assert 'exact_match' not in page  # Language modelling.
+  names = [x for x in page.split('<h2>') if '</h2>' in x]
+  names = [x.split('</h2>')[0] for x in names]
+  assert names[:4] == [
+    *('A number for each model', 'Continuations', 'Loss', 'Claims')
+  ]
   for name in (
+    'models',
     'claims',
     'loss_target_tokens',
     'loss_flops',
@@ -321,7 +340,8 @@ def test_write(tmp_path, bucket):
   ):
     assert (tmp_path / f'{name}.png').read_bytes().startswith(b'\x89PNG')
   report = json.loads((tmp_path / 'report.json').read_text())
-  assert report['findings'] == sentences[len(CLAIMS) :]
+  assert report['summary'] == summary
+  assert report['findings'] == sentences[len(summary) + len(CLAIMS) :]
   assert [x['verdict'] for x in report['claims']] == [
     *('reproduced', 'reproduced', 'reproduced', 'not primary: no verdict'),
     'no difference',

@@ -77,12 +77,18 @@ class PythonSource(document_source.Source):
         ' the sources of its standard library, or pydoc_data; use a complete'
         ' Python, or name text of your own as text:GLOB'
       )
-    path = option_strings.Part('the source', self.name).partition(':')[1]
-    self._held_out = self._read_list(path.text) if path else None
+    argument = option_strings.Part('the source', self.name).partition(':')[1]
+    self._held_out = self._read_argument(argument)
     # With a list, pieces are never held out, even if no document is.
     self.divisible = self.divisible and self._held_out is None
 
-  def _read_list(self, path: str) -> frozenset[str]:
+  def _read_argument(
+    self, argument: option_strings.Part
+  ) -> frozenset[str] | None:
+    """Returns the held-out documents of the name's argument; None without."""
+    if not argument:
+      return None
+    path = argument.text
     try:
       digests = set(paths.at(path).read_text().split())
     except OSError as error:

@@ -32,11 +32,19 @@ def test_a_source_that_no_module_registers_is_refused():
     text_sources.open_source('ledgers', 0, MODULE)
   with pytest.raises(errors.UserError, match="'no_such' cannot be imported"):
     text_sources.open_source('ledgers', 0, ('no_such',))
+  with pytest.raises(errors.UserError, match="'length=9' .*long, short"):
+    text_sources.open_source('lookups:length=9', 0, MODULE)
 
 
 @pytest.mark.long
-def test_the_answer_stands_in_the_table_behind_the_name_that_is_asked():
-  source = text_sources.open_source('lookups', 0, MODULE)
+@pytest.mark.parametrize(
+  'name, shortest, longest',
+  [('lookups', 180, 240), ('lookups:length=short', 90, 120)],
+)
+def test_the_answer_stands_in_the_table_behind_the_name_that_is_asked(
+  name, shortest, longest
+):
+  source = text_sources.open_source(name, 0, MODULE)
   documents = list(source.documents())
   assert len(documents) > 1000
   groups = collections.Counter(d.id.rpartition('::')[0] for d in documents)
@@ -47,7 +55,7 @@ def test_the_answer_stands_in_the_table_behind_the_name_that_is_asked():
     *rows, question = inputs.splitlines()
     name = question.removeprefix('What is ').removesuffix('?')
     assert len(rows) == 4 and f'{name}: {answer}' in rows
-    assert 180 <= len(answer) <= 240
+    assert shortest <= len(answer) <= longest
     answers.append(answer)
   assert len(set(answers)) == len(answers)
   shard = [d.id for d in source.documents(shard_index=1, num_shards=3)]
