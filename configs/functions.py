@@ -31,7 +31,7 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 @document_source.register('functions')
 class FunctionSource(python_source.PythonSource):
-  """`functions[:FILE]`: pairs of the beginning of a function and its rest."""
+  """`functions[:FILE]`: the beginning of a function, and its rest."""
 
   form = 'functions[:FILE]'
   document_kind = 'pairs'

@@ -1,4 +1,4 @@
-"""One's own text, or pairs of texts, on two CPU cores.
+"""Your own text, or examples, on two CPU cores.
 
     python -m encdec_adapt.train --config=laptop --workdir=runs/decoder \
       --config.data.source='text:books/*.txt'

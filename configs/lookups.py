@@ -36,7 +36,7 @@ _NODES = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 @document_source.register('lookups')
 class LookupSource(python_source.PythonSource):
-  """`lookups`: pairs of a table with a question, and the answer."""
+  """`lookups`: a table with a question, and the answer."""
 
   form = 'lookups[:length=short]'
   document_kind = 'pairs'

@@ -71,7 +71,7 @@ class PackageSource(python_source.PythonSource):
 
 @document_source.register('package_prompts')
 class PackagePromptSource(PackageSource):
-  """`package_prompts`: pairs of the same pieces, in each template."""
+  """`package_prompts`: examples of the same pieces, in each template."""
 
   form = 'package_prompts'
   document_kind = 'pairs'

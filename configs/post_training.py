@@ -2,7 +2,7 @@ r"""Post-training: reward models, preferences, policies and distillation.
 
     python -m encdec_adapt.train --workdir=runs/dpo \
       --config=configs/post_training.py:recipe=dpo,source=runs/tuned \
-      --config.data.source='preferences:pairs.jsonl#prompt,chosen,rejected'
+      --config.data.source='preferences:answers.jsonl#prompt,chosen,rejected'
 
 `source` is a work directory or a Hugging Face folder, an encoder-decoder or a
 decoder-only model, that `configs/sft.py` has tuned; it is the reference, too.
@@ -16,7 +16,7 @@ decoder-only model, that `configs/sft.py` has tuned; it is the reference, too.
 
 With `format=chat` the data are conversations. `configs/post_training.md` goes
 through all of them, with commands, memory and what a study found. Lengths are
-those of sft.py, batches count prompts (or pairs of answers), and the learning
+those of sft.py, batches count prompts, and the learning
 rates are the papers' and TRL's for models of billions of parameters.
 """
 

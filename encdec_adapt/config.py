@@ -417,7 +417,7 @@ def check_rows(
       f'objective {objective.text!r} feeds models of kind'
       f' {_READERS.get(content) or architectures.names(kinds)}, and the model'
       f' is {architecture.name}; change config.data.objective or'
-      ' config.model.kind (the table of objectives is in configs/README.md).'
+      ' config.model.kind (the table is in configs/objectives.md).'
     )
 
 
@@ -454,7 +454,7 @@ def _check_model(settings: Settings, vocabulary: str) -> None:
       f'config.evaluation.samples is {settings.evaluation.samples:g} with'
       f' objective {data.objective!r}, whose rows have no inputs for the model'
       ' to answer, or with a reward model, which answers nothing; set it to 0,'
-      ' or train a language model on pairs of inputs and targets.'
+      ' or train a language model on inputs and targets.'
     )
   path = data.encoder_vocabulary
   # Equal paths are a single vocabulary, allowed for any model.

@@ -463,12 +463,6 @@ def test_a_mistyped_key_in_a_file_or_in_python_is_refused(tmp_path):
     _load(f'--config={file}')
 
 
-def test_the_readme_holds_the_annotated_page(request):
-  readme = request.config.rootpath / 'configs' / 'README.md'
-  page = readme.read_text().split('```python\n')[-1]
-  assert page == config_lib.page() + '\n```\n'
-
-
 def test_every_key_is_on_the_page():
   values = traverse_util.flatten_dict(config_lib.defaults().to_dict(), sep='.')
   leaves = [f'config.{name} = {value!r}' for name, value in values.items()]

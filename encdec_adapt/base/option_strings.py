@@ -9,8 +9,7 @@ r"""Option strings, shared by keys, flags and sources.
 A thing has options after a colon (`Part.options`). Dividers in a quoted JSON
 string are ignored, and a quoted part is read as its content (`Part.text`):
 `pairs:prefix="Question, or: "`, `text:"/data/a + b/*"`. `quote` is the inverse.
-The section "Strings of options" of `configs/README.md` documents all strings
-for users.
+`configs/option_strings.md` documents all strings for users.
 
 Of the package, this module must import only user errors.
 """

@@ -61,9 +61,9 @@ class DataConfig:
   )
   lossy_targets: str = keys.key(
     'fail',
-    "'fail' refuses records of pairs, chats or preferences of which more than"
-    ' 1 % of the targets lose text in the vocabulary (by more than spaces and'
-    " NFKC), or more than half are empty; 'allow' trains on them.",
+    "'fail' refuses records of examples, chats or preferences of which more"
+    ' than 1 % of the targets lose text in the vocabulary (by more than spaces'
+    " and NFKC), or more than half are empty; 'allow' trains on them.",
     one_of=('fail', 'allow'),
   )
   deduplicate: bool = keys.key(
@@ -104,7 +104,7 @@ class DataConfig:
     'causal_lm',
     "What is predicted: 'causal_lm', 'prefix_lm' (cut in half, as"
     " Encoder-Decoder Gemma), 'prefix_lm_uniform' (Wang et al. 2022), 'ul2',"
-    ' .. with options; the table in this file has all of them. Several that'
+    ' .. with options; all are in configs/objectives.md. Several that'
     " share the training rows: 'prefix_lm | ul2'; held-out rows are of the"
     ' first.',
   )
@@ -250,7 +250,7 @@ class DataConfig:
       forms = text_sources.forms(self.objectives[0].maker.documents)
       raise errors.UserError(
         'config.data.source is empty, and this configuration has no text of its'
-        f' own; set it to {" or ".join(forms)} (see configs/README.md).'
+        f' own; set it to {" or ".join(forms)} (see configs/data.md).'
       )
 
   @functools.cached_property

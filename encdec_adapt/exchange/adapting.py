@@ -44,7 +44,7 @@ def define_model(values: flags.FlagValues) -> None:
   config_flags.DEFINE_config_dict(
     'model',
     ml_collections.ConfigDict(traverse_util.unflatten_dict(unset, sep='.')),
-    'Keys of config.model (configs/README.md) in which the new model differs'
+    'Keys of config.model (configs/keys.md) in which the new model differs'
     ' from its sources, such as --model.encoder.kv_heads=8 (each head is'
     ' repeated), --model.decoder.vocab_size=256100 (a new token gets the mean'
     ' embedding) or --model.shared_table.',

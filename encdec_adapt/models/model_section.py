@@ -119,7 +119,7 @@ class ModelSection:
   kind: str = keys.key(
     'decoder_only',
     "'encoder_decoder'; or one stack, config.model.decoder: 'decoder_only'"
-    " (causal), 'prefix_decoder' (bidirectional over the inputs of a pair),"
+    " (causal), 'prefix_decoder' (bidirectional over an example's inputs),"
     " 'encoder_only' (bidirectional).",
     one_of=tuple(architectures.BY_NAME),
   )

@@ -216,7 +216,7 @@ class Name:
 
   Attributes:
     maker: class of its maker.
-    predicts: description of the targets, for the table in configs/README.md.
+    predicts: description of the targets, in the table of configs/objectives.md.
     preset: options implied by the name.
     parse: parses the text before the options to options; None if names have
       no such text.

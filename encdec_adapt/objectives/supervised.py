@@ -448,7 +448,7 @@ def _encode(
 OBJECTIVES = {
   'pairs': example_maker.Name(
     Supervised,
-    "targets of given pairs (`pairs:` sources), with MEAP's copies as an"
+    "targets of given examples (`pairs:` sources), with MEAP's copies as an"
     ' option',
   ),
   'chat': example_maker.Name(Chat, "the assistant's turns (`chat:` sources)"),

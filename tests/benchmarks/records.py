@@ -197,7 +197,7 @@ def _make_records(
   return row | {
     'encoder fill': manifest['fill']['encoder'],
     'decoder fill': manifest['fill']['decoder'],
-    'us/pair': 1e6 * seconds / len(pairs),
+    'us/example': 1e6 * seconds / len(pairs),
     'rows of in order': packed / in_order,
   }
 

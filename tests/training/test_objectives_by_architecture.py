@@ -1,6 +1,6 @@
-"""Every objective trains every kind of model that it feeds (configs/README.md).
+"""Every objective trains every kind of model that it feeds.
 
-The table of that file is held equal to what is trained here.
+The table of configs/objectives.md is held equal to what is trained here.
 """
 
 import dataclasses
@@ -141,7 +141,7 @@ def test_a_prefix_decoder_sees_its_inputs_from_both_sides():
 
 
 def test_the_table_says_what_feeds_which_model(request):
-  path = request.config.rootpath / 'configs' / 'README.md'
+  path = request.config.rootpath / 'configs' / 'objectives.md'
   kinds = ('encoder_decoder', 'decoder_only', 'prefix_decoder', 'encoder_only')
   table = {}
   for line in path.read_text().splitlines():

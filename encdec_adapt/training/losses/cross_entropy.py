@@ -37,7 +37,7 @@ class CrossEntropy(loss.Loss):
   )
   on_inputs: bool = keys.key(
     False,
-    'Causal decoders on pairs: predict the inputs too, not the targets only.',
+    'Causal decoders: predict the inputs of examples too, not targets only.',
     shared=True,
   )
 

@@ -55,7 +55,7 @@ def check_targets(
       'config.loss.on_inputs is set with config.model.kind'
       f' {architecture.name} and objective'
       f' {" | ".join(map(str, objectives))!r}; only a causal decoder'
-      ' (decoder_only) on pairs can predict the inputs: others read them'
+      ' (decoder_only) can predict the inputs of examples: others read them'
       ' before.'
     )
   if loss.on_inputs and any(x.masks_inputs for x in objectives):

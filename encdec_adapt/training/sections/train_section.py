@@ -23,8 +23,7 @@ class TrainConfig:
   )
   batch_size: int = keys.key(
     16,
-    'Rows of a step, over all devices and hosts; of preferences, pairs of'
-    ' answers.',
+    'Rows of a step, over all devices and hosts; of preferences, prompts.',
     at_least=1,
   )
   microbatches: int = keys.key(
