@@ -22,7 +22,7 @@ PAGES = sorted(
   for folder in FOLDERS
   for path in (tiny.ROOT / folder).glob('**/*.md' if folder else '*.md')
 )
-CONFIGS = [page for page in PAGES if page.parent.name == 'configs']
+CONFIGS = [x for x in PAGES if tiny.ROOT / 'configs' in x.parents]
 # A page of two screens needs no table of contents.
 TWO_SCREENS = 80
 # `config.NAME` that is no key.
