@@ -23,6 +23,8 @@ PAGES = sorted(
   for path in (tiny.ROOT / folder).glob('**/*.md' if folder else '*.md')
 )
 CONFIGS = [x for x in PAGES if tiny.ROOT / 'configs' in x.parents]
+# Markdown's links, and those of <picture>, <img> and <a>.
+LINK = re.compile(r'(?:\]\(|\b(?:src|srcset|href)=")([^)"\s]+)')
 # A page of two screens needs no table of contents.
 TWO_SCREENS = 80
 # `config.NAME` that is no key.
@@ -71,7 +73,7 @@ def dead_links(page):
   dead = []
   for place, line in _lines(page):
     line = re.sub(r'`[^`]*`', '', line)
-    for link in re.findall(r'\]\(([^)\s]+)\)', line):
+    for link in LINK.findall(line):
       path, _, anchor = link.partition('#')
       if re.match(r'[a-z]+:', link):
         continue
@@ -98,7 +100,8 @@ def test_a_dead_link_is_named_with_page_and_line(tmp_path):
   page = tmp_path / 'page.md'
   page.write_text(
     '# A page, of `x.y`\n\n[one](#a-page-of-xy) [two](page.md#b)\n'
-    '```\n[code](gone.md)\n```\n[three](gone.md) [web](https://x.org/gone)\n'
+    '```\n[code](gone.md)\n```\n'
+    '<img src="gone.png"> [three](gone.md) [web](https://x.org/gone)\n'
   )
   notebook = tmp_path / 'a.ipynb'
   cells = [
@@ -108,6 +111,7 @@ def test_a_dead_link_is_named_with_page_and_line(tmp_path):
   notebook.write_text(json.dumps({'cells': cells}))
   assert dead_links(page) == [
     f'{page}, line 3: page.md#b: no heading #b',
+    f'{page}, line 7: gone.png: no such file',
     f'{page}, line 7: gone.md: no such file',
   ]
   assert dead_links(notebook) == [
