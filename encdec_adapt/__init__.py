@@ -10,11 +10,21 @@ commands are modules of the package. Bad input raises `UserError`.
 """
 
 from collections.abc import Mapping, Sequence
+import importlib.util
 import os
+import sys
 import typing
 from typing import Any
 
-from encdec_adapt.base.errors import UserError as UserError
+# `-m` is the first argument while Python looks for the command to run.
+if sys.argv[:1] == ['-m'] and importlib.util.find_spec('absl') is None:
+  sys.exit(
+    f'{sys.executable} lacks the packages that encdec_adapt needs: activate the'
+    ' environment it is installed in (source .venv/bin/activate), or install it'
+    " (pip install -e '.[data]' in a clone)."
+  )
+
+from encdec_adapt.base.errors import UserError as UserError  # noqa: E402
 
 if typing.TYPE_CHECKING:
   from jax.sharding import Mesh

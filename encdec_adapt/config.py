@@ -203,6 +203,7 @@ def load(
   model = model_section.model_from_section(
     {**values['model'], 'head': keys.values_of(head.before_training())}
   )
+  _shorten_warmups(values)
   # Sections independent of other sections; the others follow.
   sections = {
     name: keys.make(parts[0], values[name])
@@ -232,7 +233,6 @@ def load(
   )
   head.check(recipe.model.decoder.head)
   schedule = keys.make(schedules.ScheduleConfig, values['optimizer'])
-  schedule.warmup(sections['train'].steps)  # Raises if the job is shorter.
   settings = Settings(
     seed=values['seed'],
     model=recipe.model,
@@ -441,6 +441,24 @@ def check_kind(
       f'objective {objective.text!r} has no answers to compare, which a reward'
       ' model scores; use records of preferences.'
     )
+
+
+def _shorten_warmups(values: dict[str, Any]) -> None:
+  """Shortens warm-ups of a recipe in a short trial of it, and says so."""
+  steps = values['train']['steps']
+  for section, key, rest in (
+    ('train', 'cross_attention_warmup', 1),  # Other parameters train, too.
+    ('optimizer', 'warmup_steps', 0),
+  ):
+    warmup = values[section][key]
+    if not 0 < steps < warmup + rest:
+      continue
+    values[section][key] = steps // 10
+    if distributed.is_lead():
+      saved_keys.print_once(
+        f'config.{section}.{key} is {warmup}, and the job has {steps} steps: it'
+        f' is shortened to a tenth of them, {steps // 10}'
+      )
 
 
 def _check_model(settings: Settings, vocabulary: str) -> None:

@@ -51,6 +51,16 @@ def _load(*flags):
   return config_lib.load(values.config, 'runs/x')
 
 
+def test_a_warm_up_longer_than_the_job_is_shortened(capsys):
+  flags = '--config=configs/gemma2.py:size=9b_2b', *TEACHER
+  assert _load(*flags).train.cross_attention_warmup == 1000
+  settings = _load(*flags, '--config.train.steps=50')
+  assert settings.train.cross_attention_warmup == 5
+  assert settings.optimizer.schedule.warmup_steps == 5
+  for line in capsys.readouterr().out.splitlines():
+    assert 'the job has 50 steps: it is shortened to a tenth of them, 5' in line
+
+
 def test_training_starts_from_the_reference_that_is_not_named():
   flags = ('init.mode=checkpoint', 'init.encoder=a', 'loss.kind=dpo')
   flags += ('data.objective=preferences', 'data.encoder_length=8')
@@ -314,7 +324,6 @@ def test_any_model_is_said_by_a_configuration(merged):
       'ipo.beta is 0.0; .*above',
     ),
     (['loss.kind=distill', 'teacher.checkpoint=a'], "'causal_lm'; .*prefix_"),
-    (['train.cross_attention_warmup=100'], 'none of the 100 steps'),
     (['train.microbatches=3'], 'batch_size .16. .*microbatches .3.'),
     (['data.source='], 'data.source is empty.*text:GLOB'),
     (['data.objective=prefix_lm'], 'encoder_length is 0'),

@@ -61,7 +61,8 @@ MODULES = {
 def _folder(module: str) -> str:
   """Returns the folder of a module, its key in LEVEL."""
   folder = module.rpartition('.')[0]
-  return folder or ('commands' if module in COMMANDS else module)
+  is_command = module in COMMANDS | {'__main__'}
+  return folder or ('commands' if is_command else module)
 
 
 def _names(path: pathlib.Path) -> set[str]:
@@ -101,7 +102,7 @@ def test_imports_go_one_way(module):
 
 def test_the_root_holds_commands_and_the_configuration():
   names = {path.stem for path in PACKAGE.glob('*.py')}
-  assert names == COMMANDS | {'__init__', 'config', 'configs'}
+  assert names == COMMANDS | {'__init__', '__main__', 'config', 'configs'}
 
 
 @pytest.mark.parametrize('command', sorted(COMMANDS))

@@ -13,8 +13,16 @@ from encdec_adapt.base import errors, exit_status
 
 _PACKAGE = 'encdec_adapt'
 # In the order of use.
-COMMANDS = ('materialize', 'train', 'evaluate', 'generate')
-COMMANDS += ('convert', 'serve', 'plan', 'study')
+COMMANDS = {
+  'materialize': 'makes records of text, or shows them',
+  'train': 'adapts, pretrains, tunes or post-trains a model',
+  'evaluate': 'measures checkpoints on records, tasks or examples',
+  'generate': 'continues prompts',
+  'convert': 'imports, exports, adapts, merges and compares models',
+  'serve': "answers over HTTP as OpenAI's API does",
+  'plan': 'predicts memory and time of a job on chips',
+  'study': 'runs the stages of a study and writes its report',
+}
 
 
 def main() -> int:
@@ -27,10 +35,9 @@ def _run(arguments: Sequence[str]) -> int:
   if name == '--version':
     print(_PACKAGE, importlib.import_module(_PACKAGE).__version__)
   elif name in ('-h', '--help'):
-    print(
-      'encdec-adapt COMMAND [flags], where COMMAND is one of'
-      f' {", ".join(COMMANDS)}; --help after it shows its flags'
-    )
+    print('encdec-adapt COMMAND [flags]; --help after COMMAND shows its flags')
+    for command, purpose in COMMANDS.items():
+      print(f'  {command:<12} {purpose}')
   elif name in COMMANDS:
     del sys.argv[1]
     # Like `python -m`: worker processes import the main module by its name.

@@ -3,6 +3,7 @@
 import functools
 import io
 import json
+import subprocess
 import sys
 
 from absl import flags
@@ -10,7 +11,8 @@ import pytest
 
 from encdec_adapt import evaluate, generate, train
 from encdec_adapt.base import errors
-from encdec_adapt.cli import command
+from encdec_adapt.cli import command, console
+from tests import tiny
 
 
 def _define(values):
@@ -86,3 +88,25 @@ def test_processes_agree_on_every_flag_but_their_own(main, flags, free):
   assert json.loads(json.dumps(agreed))
   if main is train:
     assert agreed['config']['seed'] == 3
+
+
+def _python(*arguments):
+  """Runs Python in a clone; -S: without what is installed."""
+  return subprocess.run(
+    [sys.executable, *arguments], cwd=tiny.ROOT, capture_output=True, text=True
+  )
+
+
+def test_the_package_is_a_command():
+  done = _python('-m', 'encdec_adapt', '--help')
+  assert done.returncode == 0
+  for name in console.COMMANDS:
+    assert f'\n  {name} ' in done.stdout
+
+
+@pytest.mark.parametrize('module', ['encdec_adapt', 'encdec_adapt.train'])
+def test_a_command_outside_of_its_environment_says_how_to_activate_it(module):
+  done = _python('-S', '-m', module, '--help')
+  assert done.returncode == 1 and done.stdout == ''
+  (line,) = done.stderr.splitlines()
+  assert 'source .venv/bin/activate' in line and 'pip install' in line

@@ -83,8 +83,8 @@ def test_full_size_compares_crosses_and_tunes(tmp_path):
   root = tmp_path / 'run'
   path = _copy(
     tmp_path,
-    ("'runs/quickstart_full', 0, 900, 400, 18, 192, 40, rate_steps=130", 'FULL'),
-    ('FULL', f"'{root}', 400_000, 8, 2, 2, 16, rate_steps=2"),
+    ("'runs/quickstart_full', 0, 900, 400, 18, 192,", f"'{root}', FULL,"),
+    ('FULL, 40, rate_steps=130', '400_000, 8, 2, 2, 16, rate_steps=2'),
     ("0 if name != 'smoke' else size.max_bytes", '100_000'),
     ('(2e-3, 6e-3, 1.8e-2)', '(1e-3, 2e-3)'),
     # The text has too few groups for a development part.

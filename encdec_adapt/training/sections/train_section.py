@@ -42,7 +42,8 @@ class TrainConfig:
   cross_attention_warmup: int = keys.key(
     0,
     'First steps in which only cross-attention trains; the paper uses 1000'
-    ' for unbalanced pairs and 0 for balanced ones.',
+    ' for unbalanced pairs and 0 for balanced ones. A tenth of the steps'
+    ' if the job is not longer than it.',
     at_least=0,
   )
   log_every: int = keys.key(10, 'Steps between printed lines.', at_least=1)
@@ -100,7 +101,6 @@ class TrainConfig:
         f' {self.lora.rank}: adapters train from the first step on; set one of'
         ' them to 0.'
       )
-    self.check_steps(self.steps)
 
   def check_steps(self, steps: int) -> None:
     """Checks that a job is longer than the warm-up of cross-attention.
