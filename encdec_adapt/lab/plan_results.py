@@ -6,6 +6,7 @@ from typing import Any
 from encdec_adapt.data.making import process_pool
 from encdec_adapt.files import atomic, paths
 from encdec_adapt.lab import stage_states
+from encdec_adapt.telemetry import progress
 
 
 def find(
@@ -39,19 +40,23 @@ def find(
 
 def add(
   path: str,
+  verb: str,
   jobs: Mapping[str, Any],
   measure: Callable[[Any], dict[str, Any] | None],
 ) -> None:
   """Measures jobs in sequence, and adds each result to a file.
 
+  Prints the number of each job, and the mean time of those before.
+
   Args:
     path: the file.
+    verb: what is printed with the number of each job, such as 'compiling'.
     jobs: inputs of the measurements, by result key.
     measure: returns the result of a job, or None.
   """
   file = paths.at(path)
   results = atomic.read_json(file) if file.exists() else {}
-  for key, job in jobs.items():
-    if result := measure(job):
+  for key in progress.counted(list(jobs), verb):
+    if result := measure(jobs[key]):
       results[key] = result
       atomic.write_json(file, results)

@@ -1,7 +1,8 @@
 """Cost of a study: tokens, FLOPs, hours, memory, passes, planned power.
 
 Hours follow from the step time of each shape, cached in the study's folder:
-measured on this machine, or planned for the topology of the study.
+measured on this machine, or planned for the topology of the study. At size
+`smoke` they are estimated from FLOPs.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,11 +29,13 @@ from encdec_adapt.lab import (
 )
 from encdec_adapt.models import execution
 from encdec_adapt.planner import chips, program_plans, programs
-from encdec_adapt.telemetry import environment, progress
+from encdec_adapt.telemetry import environment
 from encdec_adapt.training import remat_choice, setup
 
 _STEPS = 'steps.json'
 _REPEATS = 3
+# FLOPs per second of a core: small models train at about this rate.
+_CORE = 4e10
 # Sections and keys with an effect on a step's time and memory.
 _SHAPE = ('model.', 'compute.', 'loss.', 'mesh.', 'train.batch_size')
 _SHAPE += ('train.microbatches', 'train.dropout', 'train.lora')
@@ -43,6 +46,8 @@ _SHAPE += ('teacher.',)
 def describe(study: pages.Study, states: stage_states.States) -> str:
   """Describes the cost of a study; measures steps without a cached time.
 
+  Nothing is measured and no text is read at size `smoke`.
+
   Args:
     study: the study.
     states: states of its stages.
@@ -52,7 +57,8 @@ def describe(study: pages.Study, states: stage_states.States) -> str:
   """
   trained = [x for x in states.stages.values() if x.module == 'train']
   steps = _steps(study, states, trained)
-  passes = text_passes.Passes.of(states, trained)
+  estimated = () if study.size == 'smoke' else trained
+  passes = text_passes.Passes.of(states, estimated)
   rows = _models(study, passes, trained, steps)
   costs = _costs(study, states.stages.values(), steps)
   for row in rows:
@@ -62,9 +68,10 @@ def describe(study: pages.Study, states: stage_states.States) -> str:
   lines = [score_tables.text(rows)] if rows else []
   lines.append(costs.line)
   lines += passes.notes(trained)
-  if steps:
-    largest = max(x['bytes'] for x in steps.values())
-    lines.append(f'largest training step: {disk.format_bytes(largest)}')
+  if sizes := [x['bytes'] for x in steps.values() if 'bytes' in x]:
+    lines.append(f'largest training step: {disk.format_bytes(max(sizes))}')
+  elif steps:
+    lines.append('times are estimates from FLOPs')
   lines += _claims(study)
   if study.topology:
     count = chips.parse(study.topology).chips
@@ -207,7 +214,8 @@ def _models(
     row['hours'] += _hours(stage, step)
     if step:
       row['ms/step'] = f'{1000 * step["seconds"]:.0f}'
-      row['memory'] = disk.format_bytes(step['bytes'])
+      if 'bytes' in step:
+        row['memory'] = disk.format_bytes(step['bytes'])
       row['memory'] += '' if step.get('fits', True) else ', does not fit'
   return list(rows.values())
 
@@ -246,6 +254,14 @@ def _steps(
   states: stage_states.States,
   trained: Sequence[stages.Stage],
 ) -> Mapping[str, Mapping[str, float]]:
+  if study.size == 'smoke':
+    rate = _CORE * environment.fingerprint()['cores']
+    return {
+      _shape(study, x): {
+        'seconds': x.flops / (_runs(x) * x.settings.train.steps * rate)
+      }
+      for x in trained
+    }
   shapes = {_shape(study, x): x.settings for x in trained}
   function = plan if study.topology else measure
   target = study.topology or study.platform
@@ -279,13 +295,9 @@ def measure(
     cache = settings.compute.compile_cache
     cache = cache or str(paths.at(path).parent / 'compiled')
     mesh = setup.make_mesh(settings.mesh, cache)
-    start = time.perf_counter()
-    step = _time(settings, mesh)
-    took = progress.format_seconds(time.perf_counter() - start)
-    print(f'compiled and measured a step in {took}', flush=True)
-    return step
+    return _time(settings, mesh)
 
-  plan_results.add(path, jobs, measured)
+  plan_results.add(path, 'compiling and measuring a step', jobs, measured)
 
 
 def plan(
@@ -311,7 +323,7 @@ def plan(
       'fits': estimate['fits'],
     }
 
-  plan_results.add(path, jobs, planned)
+  plan_results.add(path, 'compiling a step', jobs, planned)
 
 
 def _time(

@@ -3,7 +3,6 @@
 import collections
 from collections.abc import Mapping, Sequence
 import dataclasses
-import time
 from typing import Any
 
 from encdec_adapt import config as config_lib
@@ -13,7 +12,6 @@ from encdec_adapt.data.making import row_estimates
 from encdec_adapt.data.records import record_sets, row_rates
 from encdec_adapt.files import paths
 from encdec_adapt.lab import plan_results, stage_states, stages
-from encdec_adapt.telemetry import progress
 
 # With more passes, a run memorises its text.
 MOST_PASSES = 4
@@ -115,14 +113,7 @@ def measure(path: str, jobs: Mapping[str, data_section.DataConfig]) -> None:
     jobs: configurations of the records by the identity of their stage.
   """
 
-  def estimate(data):
-    start = time.perf_counter()
-    rows = row_estimates.estimate(data)
-    took = progress.format_seconds(time.perf_counter() - start)
-    print(f'estimated rows of {data.objective} in {took}', flush=True)
-    return rows
-
-  plan_results.add(path, jobs, estimate)
+  plan_results.add(path, 'estimating rows', jobs, row_estimates.estimate)
 
 
 def count(

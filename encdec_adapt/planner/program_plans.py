@@ -20,7 +20,7 @@ from encdec_adapt.planner import (
 )
 from encdec_adapt.sharding import layout_report
 from encdec_adapt.sharding import mesh as mesh_lib
-from encdec_adapt.telemetry import environment
+from encdec_adapt.telemetry import environment, progress
 from encdec_adapt.training import remat_choice, setup
 
 # Host memory for compilation: the recipes for H100 and H200 took 1.6 GiB
@@ -41,7 +41,7 @@ def make(
       topology does not exist, or the compiler fails.
   """
   mesh, plans = make_mesh(settings, slices), {}
-  for name in names:
+  for name in progress.counted(names, 'planning'):
     job = programs.Job.of(name, settings, slices.chip.kind, mesh, examples)
     job, plans[name] = choose_and_plan(job, slices)
     if not plans[name]['fits']:
@@ -81,7 +81,7 @@ def plan(job: programs.Job, slices: chips.Slice) -> dict[str, Any]:
   if not compiler:
     arguments = analytic_estimate.Arguments.of(job, program)
     return analytic_estimate.describe(job, slices, arguments) | notes
-  subject = f'program {job.name!r}, compiled for {slices.name} x {slices.count}'
+  subject = f'program {job.name!r} for {slices.name} x {slices.count}'
   free = (environment.memory_free() or 0) * jax.local_device_count()
   if 0 < free < _COMPILER_BYTES:
     raise errors.UserError(
@@ -89,8 +89,8 @@ def plan(job: programs.Job, slices: chips.Slice) -> dict[str, Any]:
       f" this machine's memory, of which {disk.format_bytes(free)} are free."
       ' Stop other processes, or plan on another machine.'
     )
-  # Flushed: compilation takes minutes, or hours for many chips.
-  print(f'{subject} by {compiler} ..', flush=True)
+  # Flushed: compilation takes a minute, or hours for many chips.
+  print(f'compiling {subject} by {compiler} ..', flush=True)
   try:
     return plan_report.describe(job, slices, program) | notes
   except hlo.UnknownProgramError as error:

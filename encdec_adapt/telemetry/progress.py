@@ -4,14 +4,15 @@ This module must not import models: callers pass FLOPs and peaks.
 """
 
 import collections
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 import time
-from typing import Any
+from typing import Any, TypeVar
 
 from encdec_adapt.files import disk
 
 # Called with the numbers of finished and of all examples.
 Report = Callable[[int, int], Any]
+T = TypeVar('T')
 
 
 class Progress:
@@ -216,3 +217,20 @@ def format_seconds(seconds: float) -> str:
   if hours:
     return f'{hours}h{minutes:02}m'
   return f'{minutes}m{seconds:02}s' if minutes else f'{seconds}s'
+
+
+def counted(items: Sequence[T], verb: str) -> Iterator[T]:
+  """Yields items, and prints the number of each before it.
+
+  From the second on, the line has the mean time of those before.
+
+  Args:
+    items: what takes long.
+    verb: what is done to an item, such as 'compiling'.
+  """
+  start, each = time.monotonic(), ''
+  for i, item in enumerate(items):
+    if i:
+      each = f', about {format_seconds((time.monotonic() - start) / i)} each'
+    print(f'{verb} {i + 1}/{len(items)}{each}', flush=True)
+    yield item
