@@ -11,7 +11,7 @@ decoder-only model, that `configs/sft.py` has tuned; it is the reference, too.
   reward    a reward model of preferences
   dpo       the model, from preferences (arXiv:2305.18290)
   rloo      a policy, from rewards of what it samples (arXiv:2402.14740)
-  grpo      the same, without a reference (arXiv:2402.03300, 2503.14476)
+  grpo      the same, without a KL in the loss (arXiv:2402.03300, 2503.14476)
   distill   the model, from a `teacher` on what it samples (arXiv:2306.13649)
 
 With `format=chat` the data are conversations. `configs/post_training.md` goes

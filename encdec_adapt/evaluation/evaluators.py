@@ -30,7 +30,7 @@ from encdec_adapt.training import state as state_lib
 from encdec_adapt.training.jobs import job as job_lib
 from encdec_adapt.training.jobs import record_batches
 from encdec_adapt.training.jobs import trained as trained_lib
-from encdec_adapt.training.metrics import held_out_metrics
+from encdec_adapt.training.metrics import held_out_metrics, token_metrics
 from encdec_adapt.training.sections import evaluation_section
 
 
@@ -90,6 +90,12 @@ class Evaluators:
     self._references = {name: trained.frozen[name] for name in models}
     axes = settings.data.objectives[0].rows.axes
     self._evaluator = perplexity.Evaluator(placement, metrics, axes, models)
+    if isinstance(metrics, token_metrics.Completions):
+      sampled = token_metrics.Sampled(metrics.loss)
+      rows = settings.recipe.rows
+      self._sampled = perplexity.Evaluator(
+        placement, sampled, rows.axes, models
+      )
     shapes = [settings.model, *(x.config for x in models.values())]
     self._held_out = functools.partial(
       setup.evaluation_batches,
@@ -160,10 +166,11 @@ class Evaluators:
     result = self._evaluator(params, self._held_out(), self._references)
     task, values = held_out.TASK, result.values
     losses = result.scores(task) + preference_scores.scores(task, result)
-    rewards = [
-      results_store.mean_score(task, name, scores)
-      for name, scores in self._batches.evaluate(step, params, beat).items()
-    ]
+    by_prompt, completions = self._batches.evaluate(step, params, beat)
+    rewards = [results_store.mean_score(task, *x) for x in by_prompt.items()]
+    if completions:
+      sampled = self._sampled(params, completions, self._references)
+      rewards += sampled.scores(task)
     values |= {score.metric: score.value for score in rewards}
     losses += rewards
     scores = {evaluation_section.LOSS: losses}

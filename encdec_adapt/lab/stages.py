@@ -414,7 +414,8 @@ class _Resolver:
     self, arm: pages.Arm, settings: config_lib.Settings
   ) -> budgets.Step:
     source = self._items.get(arm.starts.get('teacher.checkpoint'))
-    models = [x.assumed for x in settings.recipe.frozen.values()]
+    recipe = settings.recipe
+    models = [recipe.frozen[name].assumed for name in recipe.loss.references]
     if models and isinstance(source, pages.Arm):
       models = [self._config(source)[0].model]
     return budgets.Step.of(settings, models)

@@ -323,6 +323,8 @@ def _train(job: Job) -> program_shapes.Program:
   phases = _phases(job)
   state = phases.abstract()
   read = _trees_beside(job, state)
+  unread = read.keys() & job.references.keys() - {*job.read_names}
+  beside = job.rewards.trees() | {name: read.pop(name) for name in unread}
   arguments = {'parameters': state.params, **read, 'batch': _batch(job)}
   return program_shapes.Program(
     phases.make_step(job.resolved.schedule),
@@ -330,7 +332,7 @@ def _train(job: Job) -> program_shapes.Program:
     lambda a: (
       state.replace(params=a['parameters'], groups=a['optimizer']),
       a['batch'],
-      {name: a[name] if name in a else a['base'] for name in job.references},
+      {name: a[name] if name in a else a['base'] for name in job.read_names},
       a.get('base', {}),
     ),
     _axes(job, arguments),
@@ -338,7 +340,7 @@ def _train(job: Job) -> program_shapes.Program:
     temporaries={
       'gradients': [state.params] * step_estimate.gradients(job.work)
     },
-    beside=job.rewards.trees(),
+    beside=beside,
   )
 
 

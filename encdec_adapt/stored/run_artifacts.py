@@ -20,6 +20,7 @@ from encdec_adapt.models import parameters
 from encdec_adapt.stored import pretrained_files, work_directory
 from encdec_adapt.telemetry import compute_cost, environment, metrics
 from encdec_adapt.tokenizers import vocabulary_pair
+from encdec_adapt.training.metrics import held_out_metrics
 
 ENVIRONMENT = 'environment.json'
 
@@ -96,9 +97,18 @@ def write_summary(
   }
   line = ''
   if losses:  # A job with evaluators.
-    first, last = losses[0]['loss'], losses[-1]['loss']
-    entries |= {'eval_loss_at_step_0': first, 'eval_loss': last}
-    line = f' held-out loss {first:.4f} -> {last:.4f},'
+    first, last = losses[0], losses[-1]
+    shown = settings.recipe.metrics.shown
+    names = [x for x in {*shown, 'loss'} if x in first and x in last]
+    entries |= {f'eval_{x}_at_step_0': first[x] for x in names}
+    entries |= {f'eval_{x}': last[x] for x in names}
+    text_of = held_out_metrics.format_value
+    texts = [
+      f'{x} {text_of(x, first[x])} -> {text_of(x, last[x])}'
+      for x in shown
+      if x in names
+    ]
+    line = f' held-out {", ".join(texts)},'
   summary = compute_cost.summarise(workdir, entries, cost, sources)
   atomic.write_json(paths.join(workdir, compute_cost.SUMMARY), summary)
   peak = environment.memory_high_water()['memory_peak_bytes']

@@ -78,19 +78,17 @@ class Progress:
       rates['mfu'] = self._rate(0) * self._flops / self._peak
     return rates
 
-  def line(self, loss: float, **more: float) -> str:
+  def line(self, *metrics: str) -> str:
     """Formats `step 40/200  loss 3.1416  12,345 tok/s ...`.
 
     Args:
-      loss: loss of the last step.
-      **more: further values to show after the loss.
+      *metrics: names and values of metrics of the last step.
     """
     step, width = self._marks[-1][0], len(str(self._total))
     rates = self.rates()
     parts = [
       f'step {step:>{width}}/{self._total}',
-      f'loss {loss:.4f}',
-      *(f'{name} {value:.4g}' for name, value in more.items()),
+      *metrics,
     ]
     if rates:
       parts.append(f'{rates["tokens_per_second"]:,.0f} tok/s')

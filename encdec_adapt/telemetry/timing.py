@@ -67,6 +67,7 @@ class Starts:
     step: int,
     lost: Sequence[Mapping[str, Any]] = (),
     clock: Callable[[], float] = time.time,
+    **fields: Any,
   ):
     """Records this start.
 
@@ -75,10 +76,12 @@ class Starts:
       step: the step to resume from.
       lost: 'time' records of later steps, to be recomputed.
       clock: returns Unix seconds.
+      **fields: settings that may differ between starts.
     """
     self._clock = clock
     log = append_log.Log(paths.at(folder) / STARTS)
     start = {
+      **fields,
       'unix_time': clock(),
       'step': step,
       'lost_steps': len(lost),

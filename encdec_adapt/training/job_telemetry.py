@@ -92,7 +92,9 @@ class JobTelemetry(contextlib.AbstractContextManager):
       if lost and start is None:
         distributed.log(f'{len(lost):,} records of metrics are dropped')
       steps = [record for record in lost if record['kind'] == 'time']
-      self._starts = timing.Starts(workdir, start or 0, steps)
+      self._starts = timing.Starts(
+        workdir, start or 0, steps, batch_size=train.batch_size
+      )
     # Step -> selected metric; equal on all processes, for early stopping. Sent
     # as a list, since JSON would turn the steps into strings.
     self._evaluations: dict[int, float] = dict(
@@ -101,6 +103,8 @@ class JobTelemetry(contextlib.AbstractContextManager):
       )
     )
     self._patience, self._held_out = train.patience, selected
+    # Step and metrics of the last evaluation of this start.
+    self._evaluation: tuple[int, Mapping[str, float]] = 0, {}
     self._max_kl, self.over_budget = train.rollouts.max_kl, False
 
   def __exit__(self, *exception) -> None:
@@ -182,9 +186,8 @@ class JobTelemetry(contextlib.AbstractContextManager):
     self._write('time', step, times)
     self._guard.check(step, values['skipped_in_row'], rows)
     if step % self._log_every == 0 or step == self._end:
-      distributed.log(
-        self._meter.line(values['loss'], grad=values['gradient_norm'])
-      )
+      norm = f'grad {values["gradient_norm"]:.4g}'
+      distributed.log(self._meter.line(*self._shown(values), norm))
       if self._starts:
         goodput = self._starts.goodput(self.cost.seconds)
         memory = environment.memory_high_water()
@@ -199,7 +202,10 @@ class JobTelemetry(contextlib.AbstractContextManager):
     """Writes held-out metrics and prints the selected metric."""
     value = values[self._held_out.selects]
     text = held_out_metrics.describe(self._held_out, value)
-    distributed.log(f'step {step}: {text} {self._held_out.unit}')
+    shown = self._shown(values, self._held_out.selects)
+    text = ', '.join([f'{text} {self._held_out.unit}', *shown])
+    distributed.log(f'step {step}: {text}')
+    self._evaluation = step, values
     curves = {name: values[name] for name in self._held_out.curves}
     tokens = {'target_tokens': self.cost.target_tokens}
     self._write('eval', step, curves | tokens)
@@ -277,6 +283,15 @@ class JobTelemetry(contextlib.AbstractContextManager):
   def compiled(self) -> None:
     """Excludes the step just compiled from the rates."""
     self._meter.restart()
+
+  def _shown(self, values: Mapping[str, float], skip='') -> Iterator[str]:
+    evaluated, held_out = self._evaluation
+    for name in self._held_out.shown:
+      # Without a KL in the loss, only evaluations read the reference.
+      value = values.get(name, held_out.get(name))
+      if value is not None and name != skip:
+        note = '' if name in values else f' (held-out, step {evaluated})'
+        yield f'{name} {held_out_metrics.format_value(name, value)}{note}'
 
   def _write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
     if self._writer:

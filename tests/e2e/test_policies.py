@@ -126,6 +126,33 @@ def test_a_policy_learns_from_a_reward_of_the_user(
 
 @pytest.mark.long
 @pytest.mark.e2e
+def test_lines_of_a_policy_have_a_kl_to_its_start(tmp_path, flags, capsys):
+  """Without a KL in the loss, evaluations read it."""
+  flags = [x for x in flags if 'rloo' not in x]
+  more = ('--config.loss.kind=grpo', '--config.train.steps=6')
+  more += ('--config.evaluation.loss=3', '--config.train.log_every=3')
+  run = tmp_path / 'run'
+  assert tiny.call(train_lib, *flags, *more, f'--workdir={run}') == 0
+  assert not any('kl' in x for x in _records(run, 'train'))
+  first, *_, last = _records(run, 'eval')
+  assert first['kl'] == pytest.approx(0, abs=1e-4) and last['kl'] > 0.1
+  assert 1 <= last['length'] <= 8 and last['entropy'] > 0
+  lines = capsys.readouterr().out.splitlines()
+  (line,) = (x for x in lines if x.startswith('step 6/6'))
+  names = [x.split()[0] for x in line.split('  ')[1:6]]
+  assert names == ['reward', 'kl', 'length', 'entropy', 'grad']
+  assert '(held-out, step 3)' in line
+  shown = {x: [first[x], last[x]] for x in names[:4]}
+  summary = folders.read(run / 'summary.json')
+  for name, ends in shown.items():
+    assert [summary[f'eval_{name}{x}'] for x in ('_at_step_0', '')] == ends
+  texts = [f'{x} {a:.4g} -> {b:.4g}' for x, (a, b) in shown.items()]
+  (line,) = (x for x in lines if x.startswith(f'{run}: 6 steps'))
+  assert f' held-out {", ".join(texts)}, ' in line
+
+
+@pytest.mark.long
+@pytest.mark.e2e
 def test_an_update_finds_in_memory_what_was_counted(
   tmp_path, flags, monkeypatch
 ):

@@ -68,6 +68,12 @@ def test_preferences_train_a_decoder(tmp_path):
   # The policy is the reference at step 0.
   assert evaluations[0]['accuracy'] == pytest.approx(0.5, abs=0.05)
   assert evaluations[12]['accuracy'] > 0.9
+  (step,) = (x for x in done.stdout.splitlines() if x.startswith('step 12/12'))
+  assert [x.split()[0] for x in step.split('  ')[1:4]] == [
+    *('loss', 'margin', 'accuracy')
+  ]
+  first, last = (evaluations[x]['margin'] for x in (0, 12))
+  assert f', margin {first:.4g} -> {last:.4g}, accuracy ' in done.stdout
   # The reference is read again; held-out rows are a fifth of the file's.
   flag = f'--preferences={file}#prompt,chosen,rejected,label=label'
   output = f'--output={tmp_path}/evaluation'

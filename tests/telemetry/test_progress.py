@@ -13,7 +13,7 @@ def test_rate_is_of_recent_steps(clock):
     clock.now += seconds
     line.update(step, tokens)
   assert line.rates() == pytest.approx({'tokens_per_second': 200, 'mfu': 0.125})
-  assert line.line(2.5, grad_norm=0.125) == (
+  assert line.line('loss 2.5000', 'grad_norm 0.125') == (
     'step   13/1000  loss 2.5000  grad_norm 0.125  200 tok/s  12% of peak'
     '  16m27s left'
   )
@@ -27,7 +27,7 @@ def test_time_away_is_left_out(clock):
   clock.now += 2
   line.update(2, 10)
   assert line.rates() == pytest.approx({'tokens_per_second': 5})
-  assert line.line(1.0) == 'step  2/10  loss 1.0000  5 tok/s  16s left'
+  assert line.line('kl 1') == 'step  2/10  kl 1  5 tok/s  16s left'
 
 
 def test_time_left_is_without_the_start_and_the_first_units(clock, capsys):

@@ -8,7 +8,7 @@ from encdec_adapt import config as config_lib
 from encdec_adapt.checkpoints import manager
 from encdec_adapt.cluster import host_memory
 from encdec_adapt.data.records import loader as loader_lib
-from encdec_adapt.models import parameters
+from encdec_adapt.models import model_config, parameters
 from encdec_adapt.training import phases as phases_lib
 from encdec_adapt.training import remat_choice, setup
 from encdec_adapt.training import state as state_lib
@@ -55,6 +55,12 @@ class Job:
     lengths = self.settings.data.train.lengths
     return setup.reads_teacher_row(lengths, *shapes)
 
+  @property
+  def step_references(self) -> list[model_config.ModelConfig]:
+    """Shapes of the frozen models that a step reads."""
+    models = self.frozen.models
+    return [models[name].config for name in self.recipe.loss.references]
+
   def describe(self) -> str:
     """Returns model, mesh, rows and steps as a line of text."""
     model = self.recipe.model
@@ -69,7 +75,7 @@ class Job:
     return setup.job_flops(
       self.recipe,
       self.settings.train.batch_size,
-      self.frozen.shapes,
+      self.step_references,
       frozen=self.placement.adapters is not None,
     )
 

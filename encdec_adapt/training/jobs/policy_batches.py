@@ -119,11 +119,12 @@ class PolicyBatches(record_batches.SampledBatches):
     batch = self._sample(self._data.train, rows, step, params(), phase)
     if (step + 1) % self._log_every == 0:
       self._write(step + 1, 'train', batch)
-    return self._frame(batch), local, batch.metrics()
+    rows = self._frame(batch, masks=self._cut.cut == 'mask')
+    return rows, local, batch.metrics()
 
   def evaluate(
     self, step: int, params: base_model.Params, beat: Callable[[], None]
-  ) -> dict[str, list[float]]:
+  ) -> tuple[dict[str, list[float]], list[framing.Batch]]:
     """Scores completions of all held-out prompts; all processes call it.
 
     Args:
@@ -132,13 +133,14 @@ class PolicyBatches(record_batches.SampledBatches):
       beat: called before each batch of prompts, for the watchdog.
 
     Returns:
-      For each prompt, `reward` of its greedy completion, and `sampled_reward`,
-      the mean over its other completions.
+      For each prompt, `reward` of its greedy completion, and means over its
+      other completions: `sampled_reward` and `length`; and this process's rows
+      of the latter.
 
     Raises:
       RewardError: a reward could not be computed.
     """
-    held_out, results = self._data.evaluation, []
+    held_out, results, framed = self._data.evaluation, [], []
     for first in range(0, len(held_out), self._batch_size):
       beat()
       rows = range(first, first + self._batch_size)
@@ -146,12 +148,16 @@ class PolicyBatches(record_batches.SampledBatches):
       batch = self._sample(held_out, rows, step, params, greedy=True)
       if not first:
         self._write(step, 'eval', batch)
-      results.append(batch.rewards[batch.exists])
-    rewards = np.concatenate(results)
+      framed.append(self._frame(batch, masks=False))
+      framed[-1]['weights'][:, 0] = 0.0  # Greedy.
+      values = np.stack([batch.rewards, batch.samples.counts])
+      results.append(values[:, batch.exists])
+    rewards, counts = np.concatenate(results, axis=1)
     return {
       'reward': rewards[:, 0].tolist(),
       'sampled_reward': rewards[:, 1:].mean(axis=1).tolist(),
-    }
+      'length': counts[:, 1:].mean(axis=1).tolist(),
+    }, framed
 
   def _sample(
     self, records, rows, step, params, phase=_no_phase, greedy=False
@@ -190,9 +196,9 @@ class PolicyBatches(record_batches.SampledBatches):
       tokens,
     )
 
-  def _frame(self, batch: _Batch) -> framing.Batch:
-    """Returns this process's rows of the batch."""
-    masks, samples = self._cut.cut == 'mask', batch.samples
+  def _frame(self, batch: _Batch, masks: bool) -> framing.Batch:
+    """Returns this process's rows; `masks` gives cut completions weight 0."""
+    samples = batch.samples
     framed = [[[]] * samples.counts.shape[1] for _ in batch.rows]
     for i, group in zip(batch.exists, batch.groups, strict=True):
       framed[i] = [

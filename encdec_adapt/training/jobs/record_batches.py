@@ -50,8 +50,8 @@ class RecordBatches:
 
   def evaluate(
     self, step: int, params: base_model.Params, beat: Callable[[], None]
-  ) -> dict[str, list[float]]:
-    """Returns scores of completions of held-out prompts; none by default.
+  ) -> tuple[dict[str, list[float]], list[framing.Batch]]:
+    """Returns scores and rows of completions of held-out prompts, if any.
 
     Args:
       step: step of the parameters.
@@ -59,7 +59,7 @@ class RecordBatches:
       beat: called before each batch of prompts, for the watchdog.
     """
     del step, params, beat
-    return {}
+    return {}, []
 
   def _read(self) -> framing.Batch:
     with self._telemetry.spent('data'):

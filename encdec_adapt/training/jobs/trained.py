@@ -76,7 +76,7 @@ class Trained:
       lambda policy: (
         phases.with_remat(policy).make_step(self.schedule).lower(*arguments)
       ),
-      workload.of_step(phases.placement, recipe, train, job.frozen.shapes),
+      workload.of_step(phases.placement, recipe, train, job.step_references),
       arguments,
       (state, *others),
       job.frozen.unread,

@@ -17,12 +17,13 @@ class Comparison(loss.Loss):
   """Base class; subclasses score the answers.
 
   Metrics are means over examples: `accuracy`, the fraction of examples with a
-  margin above 0 (a margin of 0 counts half), and the mean scores `chosen` and
-  `rejected`. The margin is the chosen minus the rejected score.
+  margin above 0 (a margin of 0 counts half), `margin`, and the mean scores
+  `chosen` and `rejected`. The margin is the chosen minus the rejected score.
   """
 
   metrics: ClassVar[Mapping[str, str]] = loss.Loss.metrics | {
     'accuracy': 'mean',
+    'margin': 'mean',
     'chosen': 'mean',
     'rejected': 'mean',
   }
@@ -58,7 +59,8 @@ class Comparison(loss.Loss):
     """Computes the sums of the loss and its metrics; see `loss.Loss.terms`."""
     scores, values = self.compare(outputs, frozen, batch)
     values |= {'chosen': scores[:, 0], 'rejected': scores[:, 1]}
-    values['accuracy'] = accuracy(scores[:, 0] - scores[:, 1])
+    values['margin'] = scores[:, 0] - scores[:, 1]
+    values['accuracy'] = accuracy(values['margin'])
     return {
       name: jnp.sum(jnp.where(exist(batch), value, 0.0))
       for name, value in values.items()

@@ -125,13 +125,19 @@ class Policy(loss.Loss):
     count = jnp.sum(_counts(weights), dtype=jnp.float32)
     return {'mean': count, 'completions': count, 'tokens': jnp.sum(weights)}
 
-  def terms(
+  def tokens(
     self,
     outputs: loss.Outputs,
     frozen: loss.Readers,
     batch: loss.Batch,
-  ) -> loss.Terms:
-    """Computes the sums of the loss and its metrics; see `loss.Loss.terms`."""
+  ) -> tuple[Tokens, Float[Array, 'P G']]:
+    """Returns tensors of the tokens, and the summed entropy of completions.
+
+    Args:
+      outputs: outputs of the trained model.
+      frozen: see `loss.Loss.terms`.
+      batch: fields of `recipes.policy_recipe.CompletionRows`.
+    """
     compute = functools.partial(
       answers.log_probs,
       batch=batch,
@@ -148,13 +154,23 @@ class Policy(loss.Loss):
     if self.truncate:
       importance = jnp.minimum(ratios, self.truncate)
     tokens = Tokens(log_probs, old, reference, importance, batch['weights'])
+    return tokens, tokens.sum(entropy)
+
+  def terms(
+    self,
+    outputs: loss.Outputs,
+    frozen: loss.Readers,
+    batch: loss.Batch,
+  ) -> loss.Terms:
+    """Computes the sums of the loss and its metrics; see `loss.Loss.terms`."""
+    tokens, entropy = self.tokens(outputs, frozen, batch)
     kl = tokens.kl
     advantages = self.advantages(batch['rewards'], kl)
     losses = self.completion_loss(advantages, tokens)
     values = {
       'loss': jnp.where(_counts(tokens.weights), losses, 0.0),
-      'entropy': tokens.sum(entropy),
-      'gap': tokens.sum(jnp.abs(old - batch['sampler_log_probs'])),
+      'entropy': entropy,
+      'gap': tokens.sum(jnp.abs(tokens.old - batch['sampler_log_probs'])),
     }
     if self.references:
       values['kl'] = kl

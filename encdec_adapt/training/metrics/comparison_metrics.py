@@ -27,8 +27,9 @@ class Comparisons(held_out_metrics.HeldOut):
     'margin',
     'length_difference',
   )
-  curves: ClassVar[tuple[str, ...]] = ('loss', 'accuracy', 'brier')
+  curves: ClassVar[tuple[str, ...]] = ('loss', 'accuracy', 'brier', 'margin')
   selects: ClassVar[str] = 'accuracy'
+  shown: ClassVar[tuple[str, ...]] = ('loss', 'margin', 'accuracy')
   highest: ClassVar[bool] = True
   unit: ClassVar[str] = 'of preferences'
 

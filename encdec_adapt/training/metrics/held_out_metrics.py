@@ -24,6 +24,8 @@ class HeldOut:
     curves: metrics recorded during training, including `loss`; metrics not in
       `names` are computed from completions (`training.jobs.policy_batches`).
     selects: the metric of `keep_best` and `patience`.
+    shown: metrics of progress lines (of a step), and of the last line and the
+      model card (held-out); those of `curves`, in the order shown.
     highest: whether higher values are better.
     unit: its unit in printed lines.
     references: names of frozen models of the metrics.
@@ -33,6 +35,7 @@ class HeldOut:
   names: ClassVar[tuple[str, ...]]
   curves: ClassVar[tuple[str, ...]]
   selects: ClassVar[str] = 'loss'
+  shown: ClassVar[tuple[str, ...]] = ('loss',)
   highest: ClassVar[bool] = False
   unit: ClassVar[str]
   references: ClassVar[tuple[str, ...]] = ()
@@ -83,6 +86,11 @@ def ratios(
 def rank(metrics: HeldOut, value: float) -> float:
   """Returns a sort key of a value of `selects`, lowest for the best."""
   return -value if metrics.highest else value
+
+
+def format_value(name: str, value: float) -> str:
+  """Formats the value of a metric for printing."""
+  return f'{value:.4f}' if name == 'loss' else f'{value:.4g}'
 
 
 def describe(metrics: HeldOut, value: float) -> str:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from encdec_adapt.ops import vocabulary_loss
-from encdec_adapt.training.losses import cross_entropy
+from encdec_adapt.training.losses import cross_entropy, policy
 from encdec_adapt.training.losses import loss as loss_lib
 from encdec_adapt.training.metrics import held_out_metrics
 
@@ -63,17 +63,56 @@ class TargetTokens(held_out_metrics.HeldOut):
 
 @dataclasses.dataclass(frozen=True)
 class Completions(TargetTokens):
-  """Metrics of policies: token metrics of the data, and rewards.
+  """Metrics of policies: token metrics of the data, and of completions.
 
   `training.jobs.policy_batches` computes `reward`, the mean over greedy
-  completions, and `sampled_reward`.
+  completions, and of sampled completions `sampled_reward`, `length`, `entropy`
+  and, with a reference, `kl`.
   """
 
-  curves: ClassVar[tuple[str, ...]] = (
-    *TargetTokens.curves,
-    'reward',
-    'sampled_reward',
-  )
   selects: ClassVar[str] = 'reward'
+  shown: ClassVar[tuple[str, ...]] = ('reward', 'kl', 'length', 'entropy')
   highest: ClassVar[bool] = True
   unit: ClassVar[str] = 'of greedy completions'
+
+  loss: policy.Policy
+
+  @property
+  def references(self) -> tuple[str, ...]:
+    """The reference of the KL."""
+    return self.loss.references
+
+  @property
+  def curves(self) -> tuple[str, ...]:
+    """The metrics recorded during training."""
+    names = (*TargetTokens.curves, 'reward', 'sampled_reward', 'length')
+    return *names, *Sampled(self.loss).names
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampled(held_out_metrics.HeldOut):
+  """`entropy` per token and, with a reference, `kl` per completion.
+
+  Rows are prompts with a group of sampled completions.
+  """
+
+  loss: policy.Policy
+
+  @property
+  def names(self) -> tuple[str, ...]:
+    """Names of the metrics."""
+    return ('entropy', 'kl') if self.loss.references else ('entropy',)
+
+  def ratios(
+    self,
+    outputs: loss_lib.Outputs,
+    readers: loss_lib.Readers,
+    batch: loss_lib.Batch,
+  ) -> held_out_metrics.Ratios:
+    """Computes the metrics; see `HeldOut.ratios`."""
+    tokens, entropy = self.loss.tokens(outputs, readers, batch)
+    counts = jnp.sum(tokens.weights, axis=-1)  # [P, G]
+    return [
+      (jnp.sum(x, axis=1), jnp.sum(n, axis=1, dtype=jnp.float32))
+      for x, n in ((entropy, counts), (tokens.kl, counts > 0))
+    ][: len(self.names)]

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 import dataclasses
+import functools
 from typing import Any, ClassVar
 
 import numpy as np
@@ -74,13 +75,18 @@ class Policies(recipe.Recipe):
     data = sections.data
     options = sections.train.rollouts
     tokens = options.tokens or data.decoder_length
-    loss = sections.make_loss(
-      temperature=options.temperature, measures_kl=options.max_kl > 0
+    make = functools.partial(
+      sections.make_loss, temperature=options.temperature
     )
+    loss = make(measures_kl=options.max_kl > 0)
+    # Evaluations read the start of the job even if the loss reads none: the KL
+    # shows a reward that is gamed.
+    reference = preference_recipe.reference(sections)
+    measured = make(measures_kl=options.max_kl > 0 or bool(reference.path))
     objective, lengths = sections.objectives[0], data.train.lengths
     return cls(
       loss,
-      token_metrics.Completions(loss),
+      token_metrics.Completions(measured),
       sections.model,
       CompletionRows(
         objective.rows,
@@ -89,7 +95,7 @@ class Policies(recipe.Recipe):
         tokens,
         objective.rows.axes | AXES,
       ),
-      {name: preference_recipe.reference(sections) for name in loss.references},
+      dict.fromkeys(measured.references, reference),
       recipe.Sampling(options.samples, tokens, options.temperature),
       sections.train.rewards,
     )

@@ -9,7 +9,6 @@ import pytest
 from encdec_adapt.objectives import framing
 from encdec_adapt.training import rollouts
 from encdec_adapt.training.jobs import completion_rewards, policy_batches
-from encdec_adapt.training.sections import rollout_options
 from tests import gemma_ids
 from tests.training import test_policy
 
@@ -56,17 +55,17 @@ def test_metrics_are_of_the_prompts_that_exist():
 
 @pytest.mark.parametrize('cut, last', [('keep', 1), ('mask', 0)])
 def test_tokens_count_up_to_the_end_and_masked_completions_not(cut, last):
-  sampling = rollout_options.Rollouts(samples=2, tokens=4, cut=cut)
   records = types.SimpleNamespace(framing=gemma_ids.FRAMING)
   rows = dataclasses.replace(test_policy.ROWS, lengths=framing.Lengths(4, 4))
   batches = types.SimpleNamespace(
     _recipe=types.SimpleNamespace(rows=rows),
-    _cut=sampling,
     _local=range(4),
     _data=types.SimpleNamespace(train=records),
     _teacher=False,
   )
-  rows = policy_batches.PolicyBatches._frame(batches, BATCH)
+  rows = policy_batches.PolicyBatches._frame(
+    batches, BATCH, masks=cut == 'mask'
+  )
   counts = [[2, 2], [0, 0], [2, last], [1, 1]]
   np.testing.assert_array_equal(rows['weights'].sum(-1), counts)
   np.testing.assert_array_equal(rows['targets'][2, :, 0], [6, 8])
