@@ -83,8 +83,9 @@ define_flags = command.define(
   command.boolean('allow_code', 'Run programs that the model generates.'),
   command.string(
     'pairs',
-    'FILE.jsonl[#INPUT,TARGET]: text to text, answered with --max_tokens,'
-    ' --beams, --length_penalty and --prefix.',
+    'FILE[#INPUT,TARGET]: text to text, answered with --max_tokens, --beams,'
+    ' --length_penalty and --prefix; JSON lines, .parquet, .tsv or a .json'
+    ' array.',
   ),
   command.string(
     'tokenizers', 'BLEU,ROUGE of --pairs; by default by script.', default=''
@@ -488,10 +489,17 @@ def _notes(
 ) -> list[str]:
   notes = [
     'Values with 95 % intervals, and paired tests on the same examples (BLEU'
-    ' and chrF: on scores of single sentences, not of the whole set); p is not'
+    ' and chrF: of the whole set, on resamples of its examples); p is not'
     ' corrected for the number of comparisons. Intervals of held-out rows are'
     ' over the groups of documents that are held out as a whole; those of a'
     ' single run say nothing of other seeds.'
+  ]
+  notes += [
+    f'{name}: {round(x.value * x.n):,} of {x.n:,} answers of {x.task} are cut'
+    f' at --max_tokens={values["max_tokens"].value}.'
+    for name, model_scores in scores.items()
+    for x in model_scores
+    if x.metric == text_pairs.CUT and x.value
   ]
   if values.correlate:
     # Also within size classes: over all sizes, size alone correlates tasks.

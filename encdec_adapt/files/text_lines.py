@@ -44,14 +44,24 @@ def read(path: str) -> dict[str, str]:
   return {f'{name}, line {number}': line for number, line in lines}
 
 
-def read_json(path: str) -> dict[str, Any]:
+def read_json(path: str, array: bool = False) -> dict[str, Any]:
   """Reads a file with a JSON value per line; see `read`.
+
+  Args:
+    path: path of the file.
+    array: whether the file may instead have a single array of the values.
 
   Raises:
     UserError: a line is not JSON; see also `read`.
   """
-  values = {}
-  for label, line in read(path).items():
+  values, lines = {}, read(path)
+  if array and (text := '\n'.join(lines.values())).lstrip()[:1] == '[':
+    try:
+      items = enumerate(json.loads(text), 1)
+    except ValueError as error:
+      raise errors.UserError(f'{path} is not JSON ({error}).') from error
+    return {f'{path}, item {i}': x for i, x in items}
+  for label, line in lines.items():
     try:
       values[label] = json.loads(line)
     except ValueError as error:

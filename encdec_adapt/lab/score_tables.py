@@ -22,7 +22,7 @@ Prompts = Mapping[str, Mapping[str, str]]
 
 # Lower values of these metrics are better.
 LOWER = ('loss', 'perplexity', 'word_perplexity', 'byte_perplexity')
-LOWER += ('bits_per_byte', 'ter', 'brier')
+LOWER += ('bits_per_byte', 'ter', 'brier', 'cut_short')
 # With more models than this, each is compared only with the first: pairs grow
 # quadratically, and p-values are not corrected for their number.
 _ALL_PAIRS = 4
@@ -240,4 +240,7 @@ def _value(score: results_store.Score) -> str:
     return numbers.count(score.value)
   bounds = comparisons.interval(score)
   suffix = '' if bounds is None else f' ({bounds[0]:.3f} to {bounds[1]:.3f})'
+  if bounds is None and len({*score.groups} or range(score.n)) < 2:
+    unit = 'example' if score.n < 2 else 'group of documents'
+    suffix = f' (no interval: one {unit})'
   return f'{score.value:.3f}{suffix}'

@@ -112,18 +112,23 @@ def test_predictions_are_kept(
     assert [line['input'] for line in lines] == [x['input'] for x in pairs]
     assert lines[0]['references'] == ['a dog']
     assert isinstance(lines[0]['answer'], str)
-    (chrf,) = (
-      x['scores']
+    found = {
+      x['metric']: x
       for x in _lines(tmp_path)
-      if x['run'].endswith(name) and x['metric'] == 'chrf'
-    )
-    found = [line['scores']['chrf'] for line in lines]
-    assert found == pytest.approx(chrf, rel=1e-5)
+      if x['run'].endswith(name) and x['task'] == 'animals'
+    }
+    rouge = [line['scores']['rougeLsum'] for line in lines]
+    assert rouge == pytest.approx(found['rougeLsum']['scores'], rel=1e-5)
+    assert len(found['chrf']['statistics']) == len(lines)
+    cut = [line['cut'] for line in lines]
+    assert sum(cut) / 25 == pytest.approx(found['cut_short']['value'])
   tables = json.loads((output / 'report.json').read_text())['tables']
   shown = [(row['input'], row['model']) for row in tables['Predictions']]
   assert shown[:2] == [('the fox 0', 'gemma'), ('the fox 0', 'adapted')]
   assert len(shown) == 40
-  assert 'the fox 0' not in capsys.readouterr().out
+  printed = capsys.readouterr().out
+  assert 'the fox 0' not in printed
+  assert ' of 25 answers of animals are cut at --max_tokens=4.' in printed
 
   beams = [*flags, '--beams=3', '--length_penalty=0']
   assert tiny.call(evaluate, *beams) == 0

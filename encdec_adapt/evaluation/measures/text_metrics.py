@@ -3,7 +3,11 @@
 ROUGE comes from rouge-score, BLEU and chrF from sacreBLEU (the extra `eval`)
 on its scale of 0 to 100; the others range from 0 to 1. Exact match and F1 are
 SQuAD's (Rajpurkar et al. 2016, evaluate-v1.1.py): without case, punctuation,
-articles and repeated spaces; the best over the references.
+articles and repeated spaces; the best over the references. ROUGE-Lsum compares
+lines (Lin 2004, union of longest common subsequences); with a line each, it is
+ROUGE-L. BLEU and chrF are scores of a corpus: their per-example values are a
+linearisation (leave-one-out), and their statistics are stored, for
+`comparisons`.
 
 `choose` selects the tokenizers of BLEU and ROUGE by the most frequent script of
 the references. Tokenizers other than `13a` and `english` are part of the
@@ -26,18 +30,19 @@ From `evaluation`, this module imports only `results`.
 import collections
 from collections.abc import Sequence
 import contextlib
-import dataclasses
 import itertools
 import re
 import string
 import types
+
+import numpy as np
 
 from encdec_adapt.base import errors
 from encdec_adapt.evaluation.results import results_store
 
 _ARTICLES = re.compile(r'\b(a|an|the)\b')
 _PUNCTUATION = str.maketrans('', '', string.punctuation)
-_ROUGE = ('rouge1', 'rouge2', 'rougeL')
+_ROUGE = ('rouge1', 'rouge2', 'rougeL', 'rougeLsum')
 _ROUGE_TOKENIZERS = ('english', 'unicode')
 # Scripts without spaces between words -> BLEU's tokenizer.
 _UNSPACED = {
@@ -113,7 +118,7 @@ def score(
   predictions: Sequence[str],
   references: Sequence[Sequence[str]],
   tokenizers: tuple[str, str],
-) -> list[results_store.Score]:
+) -> tuple[list[results_store.Score], list[dict[str, float]]]:
   """Scores predictions with all metrics, BLEU and chrF from 0 to 100.
 
   Args:
@@ -121,6 +126,10 @@ def score(
     predictions: a text per example, not empty.
     references: texts per example, at least one.
     tokenizers: result of `choose`.
+
+  Returns:
+    The scores, and the values of each prediction by metric; BLEU and chrF of
+    single sentences.
   """
   from rouge_score import rouge_scorer
   import sacrebleu
@@ -143,23 +152,37 @@ def score(
     is_exact = _normal(text) in map(_normal, texts)
     values['exact_match'].append(float(is_exact))
     values['f1'].append(max(_f1(text, x) for x in texts))
-    # Sentence scores are for paired tests; the value is the corpus score.
     values['bleu'].append(bleu.sentence_score(text, list(texts)).score)
     values['chrf'].append(chrf.sentence_score(text, list(texts)).score)
+  values = {name + suffixes.get(name, ''): x for name, x in values.items()}
   scores = {
-    name: results_store.mean_score(task, name + suffixes.get(name, ''), column)
+    name: results_store.mean_score(task, name, column)
     for name, column in values.items()
   }
   # The first references of all examples, the second, ..; None, ignored by
   # sacreBLEU, for examples with fewer.
   columns = list(itertools.zip_longest(*references))
-  # Published numbers are corpus scores, not means over sentences, and so
-  # have no standard error.
+  # Published numbers are corpus scores, not means over sentences.
   bleu = sacrebleu.BLEU(tokenize=tokenizers[0])
-  for name, metric in (('bleu', bleu), ('chrf', chrf)):
-    value = metric.corpus_score(predictions, columns).score
-    scores[name] = dataclasses.replace(scores[name], value=value, stderr=None)
-  return list(scores.values())
+  for name, metric in ((f'bleu{bleu_name}', bleu), ('chrf', chrf)):
+    scores[name] = _corpus_score(task, name, metric, predictions, columns)
+  rows = zip(*values.values(), strict=True)
+  return list(scores.values()), [
+    dict(zip(values, row, strict=True)) for row in rows
+  ]
+
+
+def _corpus_score(task, name, metric, predictions, columns):
+  statistics = metric._extract_corpus_statistics(predictions, columns)
+  n, totals = len(statistics), np.sum(statistics, axis=0)
+  score_of = lambda x: metric._compute_score_from_stats(x.tolist()).score  # noqa: E731
+  value = score_of(totals)
+  others = np.array([score_of(totals - x) for x in np.array(statistics)])
+  scores = value + (n - 1) * (others.mean() - others)
+  return results_store.Score(
+    *(task, name, value, None, n, tuple(scores.tolist())),
+    statistics=tuple(map(tuple, statistics)),
+  )
 
 
 def _normal(text: str) -> list[str]:

@@ -2,17 +2,19 @@
 
 Binary scores use Wilson's interval (1927) and the exact form of McNemar's test
 (1947), with the interval of Agresti and Min (Statistics in Medicine 24, 2005)
-for a difference of paired proportions. Other scores use Student's t intervals
-and the paired t test. If examples have groups, or an arm has several runs,
-intervals are over groups and runs (`crossed_intervals`). No correction for
-multiple comparisons. From the package, this module imports only other modules
-of this folder.
+for a difference of paired proportions. BLEU and chrF use the paired bootstrap
+(Koehn 2004) over sums of their statistics, with sacreBLEU's seed and p-value.
+Other scores use Student's t intervals and the paired t test. If examples have
+groups, or an arm has several runs, intervals are over groups and runs
+(`crossed_intervals`). No correction for multiple comparisons. From the package,
+this module imports only other modules of this folder.
 """
 
 from collections.abc import Iterable, Sequence
 import dataclasses
 import math
 import statistics
+from typing import Any
 
 import numpy as np
 
@@ -23,6 +25,9 @@ from encdec_adapt.evaluation.results import (
 )
 
 CONFIDENCE = 0.95
+# Those of `sacrebleu.significance.PairedTest`.
+_RESAMPLES = 1000
+_SEED = 12345
 # Minimum sizes, and arms, for a more than descriptive rank correlation.
 _SIZES = 4
 _ARMS = 6
@@ -96,6 +101,8 @@ def compare(
   units = f'{x.groups} groups' if _is_grouped(scores[0]) else f'{n} examples'
   if runs > 1:
     units, test = f'{runs} runs and {units}', 'crossed t'
+  elif all(score.statistics for score in scores):
+    return _bootstrap(*scores)
   elif x.groups == n and all(map(_is_binary, scores)):
     differences = np.subtract(second[0].scores, first[0].scores)
     better, worse = (int(x.sum()) for x in (differences > 0, differences < 0))
@@ -103,6 +110,36 @@ def compare(
   else:
     test = 'paired t'
   return Comparison(x.effect, x.low, x.high, x.p, units, test)
+
+
+def _bootstrap(
+  first: results_store.Score, second: results_store.Score
+) -> Comparison:
+  """Compares corpus scores on resamples of the examples."""
+  import sacrebleu
+
+  kinds = {'bleu': sacrebleu.BLEU, 'chrf': sacrebleu.CHRF}
+  metric = kinds[first.metric.partition('/')[0]]()
+
+  def difference(*sums: Any) -> float:
+    old, new = (metric._compute_score_from_stats(x).score for x in sums)
+    return new - old
+
+  # sacreBLEU sums in float32.
+  both = [np.array(x.statistics, np.float32) for x in (first, second)]
+  draw, n = np.random.default_rng(_SEED).choice, first.n
+  rows = (draw(n, size=n) for _ in range(_RESAMPLES))
+  samples = np.array([difference(*(x[i].sum(0) for x in both)) for i in rows])
+  effect = second.value - first.value
+  sizes = np.abs(samples)
+  count = int(np.sum(sizes - sizes.mean() > abs(effect)))
+  tail = (1 - CONFIDENCE) / 2
+  low, high = np.quantile(samples, (tail, 1 - tail)).tolist()
+  p, test = (
+    (count + 1) / (_RESAMPLES + 1),
+    f'bootstrap, {_RESAMPLES:,} resamples',
+  )
+  return Comparison(effect, low, high, p, f'{n} examples', test)
 
 
 def _mcnemar(better: int, worse: int, n: int) -> Comparison:

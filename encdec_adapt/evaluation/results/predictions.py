@@ -2,9 +2,9 @@
 
 `predictions/NAME-DIGEST.jsonl` beside the results has a line per example:
 `run`, `step` and `fingerprint` of the model, `task`, `input`, `references`,
-`answer`, and `scores` by metric. The digest covers the model and the options of
-its answers. From the package, this module imports only `files`, `base.errors`
-and `results_store`.
+`answer`, `scores` by metric, and `cut`. The digest covers the model and the
+options of its answers. From the package, this module imports only `files`,
+`base.errors` and `results_store`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,6 +33,8 @@ class Prediction:
     references: right answers.
     answer: generated text.
     scores: score of the answer by metric.
+    cut: whether the answer ends at the maximum number of tokens; None if
+      unknown.
   """
 
   task: str
@@ -40,6 +42,7 @@ class Prediction:
   references: Sequence[str]
   answer: str
   scores: dict[str, float]
+  cut: bool | None = None
 
 
 # An evaluation returns scores, and the scored answers.
@@ -116,7 +119,7 @@ def _row(name: str, line: Mapping[str, Any] | None) -> dict[str, str] | None:
     'input': line['input'][-_LONGEST:],
     'references': ' | '.join(line['references'])[:_LONGEST],
     'model': name,
-    'answer': line['answer'][:_LONGEST],
+    'answer': line['answer'][:_LONGEST] + ' [cut]' * bool(line.get('cut')),
     'scores': ', '.join(f'{k} {x:.3g}' for k, x in line['scores'].items()),
   }
 

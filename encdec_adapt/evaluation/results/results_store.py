@@ -7,7 +7,8 @@
      "value": 0.62, "stderr": 0.02, "n": 500, "scores": [1, 0, ...]}
 
 `fingerprint` identifies the model, `options` are all inputs of its scores;
-`weights` and `groups` follow `scores` if the examples have them. Non-finite
+`weights`, `groups` and `statistics` follow `scores` if the examples have them.
+Non-finite
 numbers are null. Later lines replace earlier lines. From the package, this
 module imports only `files` and `base.errors`.
 """
@@ -45,12 +46,14 @@ class Score:
       unknown.
     n: number of examples.
     scores: per-example values, in the order of the examples, for paired tests;
-      empty for metrics without per-example values; for a ratio of sums, its
-      linearisation (`ratio_score`).
+      empty for metrics without per-example values; for a ratio of sums or a
+      corpus score, its linearisation (`ratio_score`).
     weights: per-example denominators, such as target tokens; empty if the
       metric is a mean.
     groups: document group of every example (`document_source.group`), with
       dependent errors within a group; empty if each example is a group.
+    statistics: per-example statistics, whose sums decide a corpus score
+      (sacreBLEU's of BLEU and chrF); empty for other metrics.
   """
 
   task: str
@@ -61,6 +64,7 @@ class Score:
   scores: tuple[float, ...] = ()
   weights: tuple[float, ...] = ()
   groups: tuple[str, ...] = ()
+  statistics: tuple[tuple[int, ...], ...] = ()
 
 
 def mean_score(
@@ -207,7 +211,7 @@ class Store:
         fields[name] = _number(fields[name])
       fields['scores'] = [*map(_number, score.scores)]
       fields['weights'] = [*map(_number, score.weights)]
-      for name in ('weights', 'groups'):
+      for name in ('weights', 'groups', 'statistics'):
         if not fields[name]:
           del fields[name]
       records.append(fields)
@@ -266,6 +270,7 @@ def _parse(fields: Any, line: str) -> tuple[Model, str, Score]:
         tuple(map(number, fields['scores'])),
         tuple(map(number, fields.get('weights', ()))),
         tuple(fields.get('groups', ())),
+        tuple(map(tuple, fields.get('statistics', ()))),
       ),
     )
   except (ValueError, KeyError, TypeError) as error:

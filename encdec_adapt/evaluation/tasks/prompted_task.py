@@ -22,6 +22,7 @@ in lm-eval. From `evaluation`, this module imports only `results`.
 
 from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
+import pathlib
 import statistics
 from typing import Any
 
@@ -30,7 +31,7 @@ from jinja2 import nativetypes
 import numpy as np
 
 from encdec_adapt.base import errors, option_strings
-from encdec_adapt.data.sources import prompt_source
+from encdec_adapt.data.sources import parquet_files, prompt_source
 from encdec_adapt.evaluation.results import results_store
 from encdec_adapt.files import paths, text_lines
 
@@ -165,7 +166,7 @@ def _render(
 
 
 def file_fields(flag: str, spec: str, default: str) -> tuple[str, list[str]]:
-  """Parses FILE.jsonl[#FIELD,FIELD].
+  """Parses FILE[#FIELD,FIELD].
 
   Args:
     flag: the flag, for messages.
@@ -179,13 +180,18 @@ def file_fields(flag: str, spec: str, default: str) -> tuple[str, list[str]]:
   parts = fields.divide(',') if fields else []
   names = [part.text for part in parts] or default.split(',')
   if len(names) != 2:
-    form = f'FILE.jsonl#{default.upper()}'
+    form = f'FILE#{default.upper()}'
     raise fields.error(f'must be two fields, as in {form}.')
   return file.text, names
 
 
 def read_rows(path: str) -> list[tuple[str, dict[str, Any]]]:
-  """Reads a file of JSON lines.
+  """Reads a file of JSON lines, or by its name a table or a JSON array.
+
+  Args:
+    path: path of the file: *.parquet, *.tsv (the first line has the names of
+      the fields; without quotes), *.json (an array of objects) or JSON lines;
+      text may be compressed.
 
   Returns:
     File and line of each row, for messages, and its fields.
@@ -193,8 +199,31 @@ def read_rows(path: str) -> list[tuple[str, dict[str, Any]]]:
   Raises:
     UserError: the file cannot be read or is empty, or a line is not an object.
   """
-  rows = list(text_lines.read_json(path).items())
+  kind = pathlib.PurePath(path.removesuffix('.gz').removesuffix('.zst')).suffix
+  if kind == '.parquet':
+    values = parquet_files.rows(path, 0, paths.size(paths.at(path)), None)
+    rows = [(f'{path}, row {i}', row) for i, _, row in values]
+  elif kind == '.tsv':
+    rows = _read_tsv(path)
+  else:
+    rows = list(text_lines.read_json(path, array=kind == '.json').items())
+  if not rows:
+    raise errors.UserError(f'{path} is empty; it needs at least one row.')
   for line, row in rows:
     if not isinstance(row, dict):
       raise errors.UserError(f'{line} must be a JSON object: {row!r:.60}')
+  return rows
+
+
+def _read_tsv(path: str) -> list[tuple[str, dict[str, str]]]:
+  (_, header), *lines = text_lines.read(path).items()
+  names, rows = header.split('\t'), []
+  for label, line in lines:
+    values = line.split('\t')
+    if len(values) != len(names):
+      raise errors.UserError(
+        f'{label} has {len(values)} fields, but the first line {len(names)}:'
+        f' {", ".join(names)}; separate them with tabs.'
+      )
+    rows.append((label, dict(zip(names, values, strict=True))))
   return rows

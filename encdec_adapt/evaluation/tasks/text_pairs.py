@@ -19,6 +19,7 @@ from encdec_adapt.telemetry import progress
 
 # Generation options with an effect on scores.
 OPTIONS = ('max_tokens', 'beams', 'length_penalty', 'prefix')
+CUT = 'cut_short'  # Share of answers that end at `max_tokens`.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +47,8 @@ class Pairs:
       'content': results_store.digest([self.inputs, self.targets]),
       **{name: getattr(self.generation, name) for name in OPTIONS},
       'tokenizers': list(self.tokenizers),
+      # BLEU and chrF with statistics; ROUGE-Lsum; cut answers.
+      'revision': 2,
     }
 
   def check(self, stored: model_on_disk.StoredModel) -> None:
@@ -75,32 +78,33 @@ class Pairs:
     completions = text_generation.complete(
       model, dict(enumerate(encoded)), encoder, options
     )
-    ordered = row_batches.in_order(
-      completions, lambda count: report(count, len(prompts))
+    ordered = list(
+      row_batches.in_order(
+        completions, lambda count: report(count, len(prompts))
+      )
     )
     answers = [completion.text.strip() for completion in ordered]
     # References as in the file: models are compared on the same references,
     # even if their vocabularies lose text.
-    scores = text_metrics.score(
+    scores, values = text_metrics.score(
       self.name, answers, self.targets, self.tokenizers
     )
-    examples = zip(self.inputs, self.targets, answers, strict=True)
+    cut = [completion.ended == 'length' for completion in ordered]
+    scores.append(results_store.mean_score(self.name, CUT, cut))
+    examples = zip(self.inputs, self.targets, answers, values, cut, strict=True)
     return scores + [
-      predictions.Prediction(
-        self.name, *example, {x.metric: x.scores[i] for x in scores}
-      )
-      for i, example in enumerate(examples)
+      predictions.Prediction(self.name, *example) for example in examples
     ]
 
 
 def read(
   spec: str, limit: int | None = None, tokenizers: str = '', **options: Any
 ) -> Pairs:
-  """Reads FILE.jsonl[#INPUT,TARGET].
+  """Reads FILE[#INPUT,TARGET].
 
   Args:
-    spec: path of a JSONL file, and the fields of the texts, by default input
-      and target. A target may be a list of references.
+    spec: path of a file (`prompted_task.read_rows`), and the fields of the
+      texts, by default input and target. A target may be a list of references.
     limit: maximum number of pairs to read.
     tokenizers: names for `text_metrics.choose`.
     **options: `OPTIONS` of the answers.

@@ -40,7 +40,7 @@ BLEU |= {'Chinese': '/zh', 'Japanese': '/ja-mecab' if HAS_MECAB else '/char'}
 
 def _scores(predictions, references, names=''):
   tokenizers = text_metrics.choose(references, names)
-  scores = text_metrics.score('x', predictions, references, tokenizers)
+  scores, _ = text_metrics.score('x', predictions, references, tokenizers)
   return {score.metric: score for score in scores}
 
 
@@ -50,7 +50,7 @@ def test_a_perfect_answer_has_the_best_score_in_every_script(language):
   scores = _scores(texts, [texts])
   found = {name: score.value for name, score in scores.items()}
   suffix = '/unicode' * (language != 'English')
-  expected = {f'rouge{n}{suffix}': 1 for n in '12L'}
+  expected = {f'rouge{n}{suffix}': 1 for n in ('1', '2', 'L', 'Lsum')}
   expected |= {f'bleu{BLEU.get(language, "")}': 100, 'chrf': 100}
   assert found == pytest.approx(expected | {'exact_match': 1, 'f1': 1})
 
@@ -83,6 +83,9 @@ def test_literal_scores():
   assert found['rougeL'].n == 4
   assert 1 < found['bleu'].value < 100 and 1 < found['chrf'].value < 100
   assert found['bleu'].stderr is None
+  # Lines in another order share all of their words and longest subsequences.
+  found = _scores(['b c\na d'], [['a d\nb c']])
+  assert found['rougeL'].value == 0.5 and found['rougeLsum'].value == 1
 
 
 def test_corpus_scores_are_those_of_sacrebleu():

@@ -65,6 +65,57 @@ def test_paired_t():
   assert (found.low, found.high) == pytest.approx((bounds.low, bounds.high))
 
 
+@pytest.mark.parametrize('seed', [0, 1, 2])
+def test_corpus_scores_are_compared_as_by_sacrebleu(seed):
+  sacrebleu = pytest.importorskip('sacrebleu')
+  from sacrebleu import significance
+
+  from encdec_adapt.evaluation.measures import text_metrics
+
+  rng = np.random.default_rng(seed)
+  words = np.array('the a dog cat red sees house runs to old'.split())
+  texts = [list(rng.choice(words, 8)) for _ in range(40)]
+
+  def changed(share):
+    drawn = [
+      [rng.choice(words) if rng.random() < share else w for w in x]
+      for x in texts
+    ]
+    return [' '.join(x) for x in drawn]
+
+  references = [' '.join(x) for x in texts]
+  systems = [changed(0.5), changed(0.4)]
+  want = significance.PairedTest(
+    [('first', systems[0]), ('second', systems[1])],
+    {'bleu': sacrebleu.BLEU(), 'chrf': sacrebleu.CHRF()},
+    [references],
+    test_type='bs',
+  )()[1]
+  scores = [
+    text_metrics.score('t', x, [[y] for y in references], ('13a', 'english'))[0]
+    for x in systems
+  ]
+  for metric, name in (('bleu', 'BLEU'), ('chrf', 'chrF2')):
+    first, second = (
+      next(x for x in system if x.metric == metric) for system in scores
+    )
+    found = comparisons.compare([first], [second])
+    old, new = want[name]
+    assert (first.value, second.value) == pytest.approx((old.score, new.score))
+    assert found.difference == pytest.approx(new.score - old.score)
+    assert found.p == pytest.approx(new.p_value, abs=1e-12)
+    assert found.low < found.difference < found.high
+    assert found.test == 'bootstrap, 1,000 resamples'
+    # Several runs are compared by linearisations, of the same corpus scores.
+    runs = comparisons.compare([first, second], [second, first])
+    assert runs.difference == pytest.approx(0, abs=1e-9)
+    single = comparisons.contrasts.interval([[first], [second]])
+    assert single.effect == pytest.approx(found.difference)
+    assert single.high - single.low == pytest.approx(
+      found.high - found.low, rel=0.3
+    )
+
+
 def test_no_comparison_without_the_same_examples():
   whole = results_store.Score('t', 'bleu', 12.0, None, 3)
   assert comparisons.compare([whole], [whole]) is None
