@@ -35,7 +35,8 @@ class Run:
       `FLOPs, published`.
     size: layers and widths of its stacks.
     curve: lists of equal length over the evaluations in training: `step`,
-      `target_tokens`, `flops` with all sources, and `loss`.
+      `target_tokens`, `flops` with all sources, `loss`, and other held-out
+      metrics of its kind of training (`held_out_metrics.HeldOut.shown`).
     scores: scores by name of the evaluation.
     generated: tokens per answer in the cost measurement; 0 for none.
   """
@@ -82,6 +83,8 @@ class Collected:
     request: tokens of prompt and answer for inference FLOPs.
     samples: continuations: `run` (the model), `prompt`, `continuation`, and
       further fields.
+    rollouts: completions of held-out prompts at the end of each policy:
+      `model`, `seed`, `step`, `prompt`, `completion`, `greedy`, `reward`.
     table: rows of the table of the study.
     text: facts about the held-out records.
     environment: versions and hardware.
@@ -96,6 +99,7 @@ class Collected:
   rates: Mapping[str, Mapping[str, float]] = _mapping()
   request: tuple[int, int] = (0, 0)
   samples: Sequence[Mapping[str, Any]] = ()
+  rollouts: Sequence[Mapping[str, Any]] = ()
   table: Sequence[Mapping[str, Any]] = ()
   text: Mapping[str, Any] = _mapping()
   environment: Mapping[str, Any] = _mapping()

@@ -173,20 +173,23 @@ def draw_curves(
   axis: str,
   axis_label: str,
   model_styles: Styles,
+  metric: str = 'loss',
   *,
   path: pathlib.Path,
 ) -> None:
-  """Draws the mean loss over seeds with its range, from step 0.
+  """Draws the mean of a metric over seeds with its range, from step 0.
 
-  Values at the end are not printed: tables have the loss on all held-out rows,
+  Values at the end are not printed: tables have it on all held-out rows,
   which jobs evaluate a part of.
 
   Args:
     curves: curves of the seeds of every model (`collected.Run.curve`).
     finals: loss of models without a curve on these rows, as horizontal lines.
     marks: model, and another model's loss crossed by its curve.
-    axis: entry of the curves for the x axis: 'target_tokens' or 'flops'.
+    axis: entry of the curves for the x axis: 'target_tokens', 'flops' or
+      'step'.
     axis_label: label of the x axis.
+    metric: entry of the curves for the y axis.
     path: path of the PNG.
     model_styles: style of every model.
   """
@@ -199,7 +202,7 @@ def draw_curves(
         for x, losses in zip(
           *(
             zip(*(seed[name] for seed in seeds), strict=False)
-            for name in (axis, 'loss')
+            for name in (axis, metric)
           ),
           strict=True,
         )
@@ -220,10 +223,11 @@ def draw_curves(
       if x is not None:  # A mean need not cross where all seeds do.
         style = {'color': model_styles[model]['color'], 'markersize': 12}
         axes.plot(x, loss, '*', **style, markeredgecolor='black')
-    axes.set(xlabel=axis_label, ylabel='nats per target token')
+    label = 'nats per target token' if metric == 'loss' else metric
+    axes.set(xlabel=axis_label, ylabel=label)
     # The ends are compared; the first losses are in numbers.csv.
     finite = [x for x in ends if math.isfinite(x)]
-    if finite and axes.get_ylim()[1] > max(finite) + 1:
+    if metric == 'loss' and finite and axes.get_ylim()[1] > max(finite) + 1:
       axes.set_ylim(top=max(finite) + 1)
     axes.set_xlim(left=0)
     if means:

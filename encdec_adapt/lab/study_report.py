@@ -145,6 +145,7 @@ class _Page:
       'Findings': html.items(self.findings),
       'How to read the numbers': html.paragraphs(self.notes),
       'Measures': html.table(collected.table),
+      'Held-out metrics': self._metrics(),
       'Quality against cost': self._quality(),
       'Before and after': self._scatter(),
       'Needles': html_report.needles(
@@ -159,6 +160,10 @@ class _Page:
       ),
       'Training': html.table(self._training(self._models)),
       'Inference': html.table(score_tables.cost_rows(self._measured)),
+      'Rollouts': html.folded(
+        f'{len(collected.rollouts)} completions of held-out prompts',
+        html.table(collected.rollouts),
+      ),
       'Commands': html.folded(f'{len(stages)} stages', html.table(stages)),
       'Text': html.facts(collected.text),
       'Environment': html.facts(collected.environment),
@@ -408,6 +413,22 @@ class _Page:
         ]
     figures = self._html.figures(images)
     return figures and figures + self._html.paragraphs([_CURVES])
+
+  def _metrics(self) -> str:
+    names = {name for run in self._collected.runs for name in run.curve}
+    images = []
+    for name in sorted(names - {'step', 'target_tokens', 'flops', 'loss'}):
+      curves = {
+        model: [x.curve for x in self._collected.of(model) if name in x.curve]
+        for model in self._models
+      }
+      draw = report_figures.draw_curves
+      draw = functools.partial(draw, curves, {}, (), 'step', 'steps')
+      title = f'held-out {name}'
+      images.append(
+        self._figure(f'held_out_{name}', title, draw, self._styles, name)
+      )
+    return self._html.figures(images)
 
   def _losses(
     self, evaluation: Evaluation

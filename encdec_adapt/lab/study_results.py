@@ -1,7 +1,7 @@
 """Collects the results of a study's stages, and writes its report."""
 
 import collections
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 import datetime
 import math
@@ -23,6 +23,7 @@ from encdec_adapt.lab import (
 )
 from encdec_adapt.models import forward_flops, model_config, parameters
 from encdec_adapt.telemetry import compute_cost, environment, metrics, progress
+from encdec_adapt.training.jobs import policy_batches
 
 _RATE = 'optimizer.learning_rate'
 
@@ -142,6 +143,7 @@ def collect(
     },
     request=request,
     samples=_samples(study, states),
+    rollouts=[*_rollouts(states, models)],
     table=_table(study, states) or (),
     text=_text(states),
     environment=environment.report(),
@@ -210,6 +212,17 @@ def _file(states: stage_states.States, name: str, file: str):
 def _samples(study, states) -> list[dict[str, str]]:
   files = (_file(states, name, 'samples.jsonl') for name in study.samples)
   return [x for path in files if path for x, _ in append_log.Log(path).lines]
+
+
+def _rollouts(states, models: Sequence[stages.Stage]) -> Iterator[Any]:
+  for stage in models:
+    log = append_log.Log(states.folder(stage) / policy_batches.FILE)
+    lines = [x for x, _ in log.lines if x and x['split'] == 'eval']
+    names = ('step', 'prompt', 'completion', 'greedy', 'reward')
+    for x in lines:
+      if x['step'] == lines[-1]['step']:
+        model = {'model': stage.model, 'seed': stage.seed}
+        yield model | {name: x[name] for name in names}
 
 
 def _table(study, states) -> list[dict[str, Any]] | None:
@@ -301,10 +314,10 @@ def _curve(
   lines = metrics.read_metrics(folder) if is_trained else []
   # A policy has no loss on held-out targets.
   evals = [x for x in lines if x['kind'] == 'eval' and 'loss' in x]
-  curve = {
-    name: [line[name] for line in evals]
-    for name in ('step', 'target_tokens', 'loss')
-  }
+  ends = [x.removesuffix('_at_step_0') for x in summary if 'at_step_0' in x]
+  names = {'step', 'target_tokens', 'loss'}
+  names |= {x.removeprefix('eval_') for x in ends}
+  curve = {name: [line[name] for line in evals] for name in names}
   if evals:
     sources = summary['inclusive']['flops'] - summary['flops']
     step = summary['flops'] / max(summary['steps'], 1)

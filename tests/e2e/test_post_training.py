@@ -153,3 +153,5 @@ def test_the_study(models, monkeypatch):
   root = models / 'runs' / 'quickstart' / 'post_training_smoke'
   page = (root / 'report.html').read_text()
   assert '<td>pair_tuned</td>' in page and 'best of 8 by pair_reward' in page
+  assert '<h2>Rollouts</h2>' in page and 'alt="held-out margin"' in page
+  assert 'alt="held-out kl"' in page

@@ -286,6 +286,22 @@ def test_a_claim_is_drawn_on_the_side_that_it_claims(direction, side):
   assert drawn == pytest.approx([side * 25, side * 30, side * 20])
 
 
+def test_a_policy_has_curves_and_rollouts(tmp_path):
+  study = _study(claims=())
+  rollout = {'model': 'adapted', 'seed': 0, 'step': 100, 'prompt': 'a < b'}
+  content = _collected(study, rollouts=[rollout | {'completion': 'c\nd'}])
+  for run in content.runs:
+    if run.model == 'adapted':
+      run.curve['reward'] = [0.1, 0.2, 0.3, 0.4]
+      run.curve['kl'] = [0.0, 0.5, 1.0, 30.0]
+  study_report.write(content, tmp_path)
+  page = (tmp_path / 'report.html').read_text()
+  assert 'alt="held-out reward"' in page and 'alt="held-out kl"' in page
+  assert '1 completions of held-out prompts' in page
+  assert '<td>a &lt; b</td><td>c\nd</td>' in page
+  assert (tmp_path / 'held_out_kl.png').exists()
+
+
 def test_write(tmp_path, bucket):
   content = _collected(_study())
   *summary, first = (sentences := study_report.write(content, tmp_path))[:4]
@@ -330,6 +346,7 @@ def test_write(tmp_path, bucket):
   assert names[:4] == [
     *('A number for each model', 'Continuations', 'Loss', 'Claims')
   ]
+  assert 'Rollouts' not in page and 'Held-out metrics' not in page
   for name in (
     'models',
     'claims',
