@@ -6,7 +6,7 @@ r"""Builds the vocabulary and records of a configuration ahead of training.
 An interrupted command resumes and keeps finished shards. --runner=beam runs an
 Apache Beam pipeline; its options follow a --: `--runner=beam --
 --runner=DataflowRunner ..` (`launch/beam.md`). --show prints rows of the
-records as text, with documents, sentinels, masks and weights;
+records as text, with files and lines, sentinels, masks and weights;
 --contamination=SOURCES prints the evaluation examples found in the training
 text. --teacher=MODEL stores a teacher's probabilities of the targets, for
 `--config.teacher.checkpoint=stored:FOLDER`.
@@ -109,10 +109,13 @@ def main(values: flags.FlagValues, options: Sequence[str] = ()) -> int:
     )
   if values.show:
     opened = settings.data.vocabularies.open()
+    locate = materialization.locator(settings.data.train)
     is_terminal = sys.stdout.isatty()  # No color escapes in a file.
     for split in materialization.open_sets(settings.data, opened):
       rows = range(min(values.n, len(split)))
-      text = row_display.describe(split, opened, rows, colour=is_terminal)
+      text = row_display.describe(
+        split, opened, rows, colour=is_terminal, locate=locate
+      )
       print(f'{split.folder}:\n{text}')
   return 0
 

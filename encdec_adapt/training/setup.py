@@ -472,16 +472,20 @@ def describe_batch(
       if side == 'targets':
         # Targets of encoder-only models align with the encoder's tokens.
         side = 'decoder' if 'decoder_tokens' in rows else 'encoder'
-      # Rows are packed: segment 1 is the first example.
-      mask = rows[f'{side}_segments'][0] == 1
+      # Rows are packed: segment 1 is the first example, or its first text.
+      texts = 1
+      if 'owners' in rows:
+        is_text = rows['roles'][0] > 0
+        texts = int(np.sum(is_text & (rows['owners'][0] == 0)))
+      mask = rows[f'{side}_segments'][0] == np.arange(1, texts + 1)[:, None]
       if labels and field == 'targets':
         # Positions of weight 0 have no label.
-        ids = rows[field][0][mask & (rows['weights'][0] > 0)]
+        ids = rows[field][0][mask[0] & (rows['weights'][0] > 0)]
         lines.append(f'  labels         {[labels[i] for i in ids]}')
         continue
       # Several answers are several rows.
-      answers = zip(*map(np.atleast_2d, (rows[field][0], mask)), strict=True)
-      for row, selected in answers:
+      parts = np.broadcast_to(rows[field][0], mask.shape)
+      for row, selected in zip(parts, mask, strict=True):
         tokens = row[selected]
         text = opened.sides[side].decode(tokens, show_special=True, start=False)
         shown = text if len(text) < 160 else f'{text[:76]} ... {text[-76:]}'

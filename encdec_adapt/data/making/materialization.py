@@ -7,7 +7,7 @@ neither on the number of workers nor on restarts. Only missing or damaged shards
 are made.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 import contextlib
 import dataclasses
@@ -356,6 +356,23 @@ def open_sets(
   )
   manifest_summary.check_targets(train.manifest, data.lossy_targets)
   return train, evaluation
+
+
+def locator(spec: record_sets.RecordSpec) -> Callable[[str], str]:
+  """Returns a function from a document id to its file and line.
+
+  It counts the lines before the document. Ids without a line, or in two
+  sources, are returned unchanged, as are all ids if the text is missing.
+  """
+  sources = []
+  with contextlib.suppress(errors.UserError):
+    sources = [part.source for part in all_sources(spec)]
+
+  def locate(name: str) -> str:
+    places = {source.locate(name) for source in sources} - {name}
+    return places.pop() if len(places) == 1 else name
+
+  return locate
 
 
 def is_untrained(data: data_section.DataConfig) -> bool:

@@ -9,7 +9,7 @@ in braces.
 This module imports neither TensorFlow nor SeqIO nor jax.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import itertools
 from typing import Any
 
@@ -29,6 +29,7 @@ def describe(
   rows: Sequence[int],
   *,
   colour: bool,
+  locate: Callable[[str], str] = str,
 ) -> str:
   """Describes rows of a record set.
 
@@ -37,28 +38,29 @@ def describe(
     opened: vocabularies of the two sides.
     rows: row numbers.
     colour: whether to use terminal colours.
+    locate: returns the file and line of a document id.
   """
-  lines, stored = [], record_set.spec.objectives[0].rows.stored
+  lines, fields = [], record_set.spec.objectives[0].rows
   for number, row in zip(rows, record_set.read(rows), strict=True):
     lines.append(f'row {number}: {len(row)} examples')
     for segment, example in enumerate(row, start=1):
-      lines += _example(segment, example, stored, opened, colour)
+      places = ', '.join(map(locate, example.documents)) or 'unknown'
+      lines.append(f' segment {segment}, of {places}')
+      lines += _example(example, fields, opened, colour)
   return '\n'.join(lines)
 
 
 def _example(
-  segment: int,
   example: Any,
-  stored: Sequence[row_fields.StoredField],
+  fields: row_fields.RowFields,
   opened: vocabulary_pair.Opened,
   colour: bool,
 ) -> list[str]:
-  names = ', '.join(example.documents) or 'unknown'
-  lines = [f' segment {segment}, of {names}']
+  lines = []
   # Some classes of examples have no weights.
   weights = getattr(example, 'weights', None)
   # Targets come last, after the inputs.
-  for field in sorted(stored, key=lambda f: f.name == 'targets'):
+  for field in sorted(fields.stored, key=lambda f: f.name == 'targets'):
     value, title = getattr(example, field.name), field.title or field.name
     if value is None or not len(value):
       continue
@@ -71,9 +73,16 @@ def _example(
         value = value[weights > 0]
       count, text = len(value), ' '.join(field.names[i] for i in value)
     elif field.form == 'tokens':
-      text = _text(
-        value, opened.sides[field.side], weights if is_target else None, colour
+      weighted = weights if is_target else None
+      # Of several texts, targets are the lengths.
+      *texts, value = np.split(
+        value, np.cumsum(example.targets)[:-1] if fields.texts else []
       )
+      vocabulary = opened.sides[field.side]
+      for part in texts:
+        text = _text(part, vocabulary, None, colour)
+        lines.append(f'  {title:<8}{len(part):>6}  {text}')
+      count, text = len(value), _text(value, vocabulary, weighted, colour)
     else:
       continue
     lines.append(f'  {title:<8}{count:>6}  {text}')

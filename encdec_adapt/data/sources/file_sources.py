@@ -156,7 +156,10 @@ class FileSource(document_source.Source):
     if unit in files:
       return files[unit]
     name, _, offset = unit.rpartition(':')
-    return self._line_location(files[name], int(offset))
+    # Other names are of other sources, or of pieces.
+    if name in files and unit == self._name(files[name], int(offset)):
+      return self._line_location(files[name], int(offset))
+    return document_id
 
   def _documents(self, unit: Unit) -> Iterator[document_source.Entry]:
     yield unit.id, functools.partial(self._read_within, unit)

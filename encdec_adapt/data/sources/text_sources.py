@@ -39,6 +39,7 @@ preferences feed `preferences` and `chat_preferences`
 
 In .parquet files, the lines of `pairs`, `prompts`, `preferences`, `labels`,
 `embed` and `chat` are rows. Text and JSON lines may be compressed (.gz, .zst).
+Files, lines and texts that are empty are left out.
 
 A name with separators (`#`, ` + `, a comma) is a quoted JSON string, as in
 text:"/data/a + b/*.txt" (`option_strings`). Bytes columns are UTF-8.

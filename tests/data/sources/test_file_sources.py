@@ -58,6 +58,35 @@ def test_jsonl_lines_are_documents(tmp_path):
   assert [document.text for document in source.documents()] == ['b']
 
 
+@pytest.mark.parametrize('empty', ['a', 'm', 'z'])
+@pytest.mark.parametrize('shards', [1, 2, 5])
+def test_an_empty_file_among_many_is_left_out(tmp_path, empty, shards):
+  files = {f'{x}.jsonl': f'{{"text": "{x}"}}\n' * 3 for x in 'bcdn'}
+  _write(tmp_path, **files, **{f'{empty}.jsonl': ''})
+  for kind, count in (('jsonl', 12), ('text', 4)):
+    source = text_sources.open_source(f'{kind}:{tmp_path}/*.jsonl')
+    documents = [
+      document.id
+      for shard in range(shards)
+      for document in source.documents(None, shard, shards)
+    ]
+    assert len({*documents}) == len(documents) == count
+    assert not any(x.startswith(empty) for x in documents)
+
+
+def test_documents_are_located_by_their_lines(tmp_path):
+  _write(tmp_path, **{'a.jsonl': '{"text": "b"}\n\n{"text": "c"}\n', 'd': 'e'})
+  source = text_sources.open_source(f'jsonl:{tmp_path}/*.jsonl')
+  assert [source.locate(x.id) for x in source.documents()] == [
+    f'{tmp_path}/a.jsonl, line 1',
+    f'{tmp_path}/a.jsonl, line 3',
+  ]
+  # Documents of another source, and a piece of a document.
+  assert source.locate('f.jsonl:3') == 'f.jsonl:3'
+  whole = text_sources.open_source(f'text:{tmp_path}/d')
+  assert [whole.locate(x) for x in ('d', 'd:2')] == [f'{tmp_path}/d', 'd:2']
+
+
 def test_files_of_a_bucket_are_as_those_of_a_disk(tmp_path, bucket, store):
   lines = '{"text": "one"}\n\n{"text": "two"}\n' + '{"text": "x"}\n' * 3
   files = {'b__x.jsonl': lines, 'a.jsonl': '{"text": "a"}', 'a.txt': 'not'}
