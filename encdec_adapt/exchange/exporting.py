@@ -114,7 +114,7 @@ def _export(
   with tempfile.TemporaryDirectory() as scratch:
     tokenizers = pathlib.Path(scratch)
     notes = [
-      _window_note(stored.model, native=native),
+      _window_note(stored, native=native),
       *tokenizer_files.write(tokenizers, stored, opened, side),
       *image_notes,
       cache_note,
@@ -268,8 +268,8 @@ def _vision(
   return part, notes
 
 
-def _window_note(model: model_config.ModelConfig, *, native: bool) -> str:
-  encoder = model.stacks.get('encoder')
+def _window_note(stored: model_on_disk.StoredModel, *, native: bool) -> str:
+  model, encoder = stored.model, stored.model.stacks.get('encoder')
   # T5Gemma 2 (merged attention) has a fixed rule; T5Gemma's depends on the
   # implementation.
   if native or encoder is None or model.decoder.cross_merged:
@@ -277,15 +277,20 @@ def _window_note(model: model_config.ModelConfig, *, native: bool) -> str:
   window = encoder.window
   if window is None or 'local' not in encoder.pattern:
     return ''
+  # In use only if inputs may be longer.
+  if pretrained_files.stack_positions(stored)['encoder'] <= window:
+    return ''
+  effect = f'so its logits differ for inputs of more than {window} tokens'
   if encoder.window_rule == 'inclusive':
     return (
       f'local layers of the encoder look at {window} tokens on either side, as'
       ' in transformers 5.23 with eager attention; the code of the authors,'
       ' older transformers and FlashAttention look at less than'
-      f' {window}. config.json has {config_json.WINDOW} for encdec_adapt.'
+      f' {window}, {effect.replace("its", "their")}. config.json has'
+      f' {config_json.WINDOW} for encdec_adapt.'
     )
   return (
     f'local layers of the encoder look at less than {window} tokens on either'
-    ' side, as those of the authors; in transformers 5.23 with eager attention,'
-    f' at {window}.'
+    ' side, as those of the authors; transformers 5.23 with eager attention'
+    f' looks at {window}, {effect}.'
   )

@@ -3,7 +3,8 @@
 Reads the JSON files of runs; opens no model besides the exported model.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+import itertools
 import math
 import pathlib
 import re
@@ -14,12 +15,13 @@ import huggingface_hub
 from encdec_adapt import config as config_lib
 from encdec_adapt.base import errors, saved_keys
 from encdec_adapt.exchange import inspection
-from encdec_adapt.files import atomic, hub, text_lines
+from encdec_adapt.files import append_log, atomic, hub, text_lines
 from encdec_adapt.files import paths as paths_lib
 from encdec_adapt.huggingface import torch_export
 from encdec_adapt.models import parameters
 from encdec_adapt.stored import model_on_disk, pretrained_files, work_directory
-from encdec_adapt.telemetry import compute_cost, environment
+from encdec_adapt.telemetry import compute_cost, environment, timing
+from encdec_adapt.training.metrics import held_out_metrics
 
 # Fields of a stack in the card's table: sizes, without masks and norms.
 _SIZES = (
@@ -30,6 +32,8 @@ _DATASET = re.compile(r'hf://datasets/([\w.-]+/[\w.-]+)')
 # Addresses, and folders of local files.
 _LOCATION = re.compile(r'(hf://\S+)|[^\s:+@#,|]*/')
 _TEMPLATE = pathlib.Path(__file__).with_name('model_card.jinja')
+# Head of a model that does not generate -> task of its results on the Hub.
+_TASKS = {'tokens': 'fill-mask', 'embedding': 'sentence-similarity'}
 _PROMPT = 'The quick brown fox'
 
 
@@ -77,9 +81,12 @@ def write(
     template_path=_TEMPLATE,
     name=model_on_disk.title(stored.name),
     count=f'{parameters.count(model):,}',
-    kind=model.architecture.name,
+    kind=_kind(model.decoder.head.kind, model.architecture.name),
     dtype=dtype,
-    stacks=model.stacks,
+    # The stack of an encoder-only model is a field 'decoder', too.
+    stacks={'encoder': model.decoder}
+    if model.architecture.name == 'encoder_only'
+    else model.stacks,
     sizes=_SIZES,
     history='\n'.join(_history(stored.name, stored.path, stored.step)),
     notes=notes,
@@ -97,6 +104,10 @@ def write(
     separator=framing.separator and repr(framing.separator),
   )
   return f'{card}\n'
+
+
+def _kind(head: str, architecture: str) -> str:
+  return architecture if head == 'tokens' else f'{head} model, {architecture}'
 
 
 def _metadata(
@@ -124,12 +135,16 @@ def _metadata(
   stated = [x for base in bases for x in base.get('languages', ())]
   source = config.get('data', {}).get('source', '')
   scores = _evaluation(stored, evaluation) if evaluation else {}
-  loss = summary.get('eval_loss', math.nan)
   # Of the last step; JSON and the Hub do not support non-finite numbers.
-  if math.isfinite(loss) and summary['steps'] == stored.step:
-    scores = {f'held-out {_sources(source)}': {'loss': loss}, **scores}
+  last = {x: y for x, (_, y) in _held_out(summary).items() if math.isfinite(y)}
+  if last and summary['steps'] == stored.step:
+    scores = {f'held-out {_sources(source)}': last, **scores}
+  model = stored.model
+  kind = _TASKS.get(model.decoder.head.kind, 'text-classification')
+  if model.architecture.generates:
+    kind = 'text-generation'
   results = [
-    huggingface_hub.EvalResult('text-generation', task, task, metric, value)
+    huggingface_hub.EvalResult(kind, task, task, metric, value)
     for task, metrics in scores.items()
     for metric, value in metrics.items()
   ]
@@ -143,6 +158,16 @@ def _metadata(
     model_name=model_on_disk.title(stored.name) if results else None,
     eval_results=results or None,
   )
+
+
+def _held_out(summary: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
+  """Returns the held-out metrics at step 0 and at the last step."""
+  ends = {x: f'{x}_at_step_0' for x in summary if x.startswith('eval_')}
+  return {
+    last.removeprefix('eval_'): (summary[first], summary[last])
+    for last, first in ends.items()
+    if first in summary
+  }
 
 
 def _evaluation(
@@ -204,7 +229,7 @@ def _history(
     config = saved_keys.translate(_read(path / config_lib.RUN_CONFIG))
     init = config['init']
     sources = [path for path in (init['encoder'], init['decoder']) if path]
-    yield from _training(config, summary, step, sources)
+    yield from _training(path, config, summary, step, sources)
   # Only counts: the file lists every parameter.
   if coverage:
     counts = coverage['parameters']
@@ -236,7 +261,21 @@ def _names(paths: Iterable[str]) -> str:
   return ' and '.join(f'`{model_on_disk.title(path)}`' for path in paths)
 
 
+def _batch_sizes(path: paths_lib.Path, batch_size: int, end: int) -> str:
+  """Returns the rows of a step, by range of steps if a resume changed them."""
+  sizes = {0: batch_size}
+  for start, _ in append_log.Log(path / timing.STARTS).lines:
+    sizes = {step: n for step, n in sizes.items() if step < start['step']}
+    sizes[start['step']] = start.get('batch_size', batch_size)
+  used = {step: n for step, n in sizes.items() if step < max(end, 1)}
+  groups = itertools.groupby(used.items(), lambda item: item[1])
+  (_, first), *others = [(next(group)[0], n) for n, group in groups]
+  texts = [f'{n} from step {step + 1}' for step, n in others]
+  return ', '.join([f'{first} rows a step', *texts])
+
+
 def _training(
+  path: paths_lib.Path,
   config: dict[str, Any],
   summary: dict[str, Any],
   step: int,
@@ -249,7 +288,7 @@ def _training(
   steps = config['train']['steps']
   yield (
     f'- Trained to step {step}{f" of {steps}" if steps else ""}, with'
-    f' {config["train"]["batch_size"]} rows a step, objective'
+    f' {_batch_sizes(path, config["train"]["batch_size"], step)}, objective'
     f' `{data["objective"]}`, {data["encoder_length"]} +'
     f' {data["decoder_length"]} tokens a row, {config["optimizer"]["kind"]} at'
     f' a peak rate of {config["optimizer"]["learning_rate"]:g}.'
@@ -271,15 +310,16 @@ def _training(
     line += f', which reads {_names([teacher])}'
   yield f'{line}.'
   if summary:
-    # Not parsed: a later version may have removed the objective of an ancestor.
-    compares = 'preferences' in data['objective']
-    unit = 'preference' if compares else 'target token'
-    if 'eval_loss' in summary:
-      yield (
-        f'- Held-out loss {summary["eval_loss_at_step_0"]:.4f} at step 0,'
-        f' {summary["eval_loss"]:.4f} at step {summary["steps"]}, in nats per'
-        f' {unit}.'
-      )
+    # Not parsed: a later version may have removed an ancestor's objective.
+    names = {'preferences': 'preference', 'embed': 'query'}
+    units = [unit for x, unit in names.items() if x in data['objective']]
+    texts, text_of = [], held_out_metrics.format_value
+    for name, (first, last) in _held_out(summary).items():
+      ends = f'{text_of(name, first)} at step 0, {text_of(name, last)} at step'
+      unit = f' (nats per {(*units, "target token")[0]})' * (name == 'loss')
+      texts.append(f'{name} {ends} {summary["steps"]}{unit}')
+    if texts:
+      yield f'- Held-out {"; ".join(texts)}.'
     yield (
       f'- Trained on {summary["target_tokens"]:,.0f} target tokens of'
       f' {summary["total_tokens"]:,.0f} tokens, {summary["flops"]:.3g} model'

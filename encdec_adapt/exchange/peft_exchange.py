@@ -5,6 +5,8 @@ Implements `convert export --layout=peft`, `convert import` of PEFT folders and
 `huggingface.peft_folder`.
 """
 
+import os
+
 from absl import flags
 
 from encdec_adapt.base import errors
@@ -61,6 +63,9 @@ def export_adapters(
         f'--{name}={value} is for whole models, and --layout=peft writes'
         ' adapters alone; leave it out, or choose another layout.'
       )
+  # PEFT reads the name from its working directory.
+  if os.path.isabs(base) and base.startswith(f'{os.getcwd()}/'):
+    base = os.path.relpath(base)
   layout = _layout(stored.model)
   files = peft_folder.files(adapters, stored.trained(), layout, base)
   files[prompt_framing.PEFT] = atomic.json_bytes(stored.framing.fields())

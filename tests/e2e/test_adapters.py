@@ -161,7 +161,7 @@ def test_a_merged_policy_of_preferences_reads_prompts_as_it_did(
 
 
 def test_adapters_of_peft_keep_the_prompts_of_their_run_or_base(
-  folder, base, tuned, tmp_path
+  folder, base, tuned, tmp_path, monkeypatch
 ):
   def asking(source, name, objective):
     """A copy of a run of pairs behind a task prefix."""
@@ -173,7 +173,13 @@ def test_adapters_of_peft_keep_the_prompts_of_their_run_or_base(
 
   run = asking(tuned, 'run', 'pairs:prefix=a: ')
   reading = asking(base, 'reading', 'pairs:prefix=b: ')
-  exported = folders.export(run, tmp_path / 'peft', '--layout=peft')
+  config = 'adapter_config.json'
+  for cwd, name in ((base.parent, f'{base.name}@0'), (tmp_path, f'{base}@0')):
+    monkeypatch.chdir(cwd)
+    exported = folders.export(run, tmp_path / 'peft', '--layout=peft')
+    assert folders.read(exported / config)['base_model_name_or_path'] == name
+    if cwd != tmp_path:
+      shutil.rmtree(exported)
   for prefix in ('a: ', 'b: '):
     output = tmp_path / prefix[0]
     folders.import_folder(exported, output, f'--base={reading}')

@@ -142,6 +142,7 @@ def test_a_trained_pair_is_exported_with_its_history(folder, adapted, trained):
     'convert import` of `gemma`',
     'Data: `text:none`',
     'Loss: cross-entropy to the data.',
+    r'Held-out loss [\d.]+ at step 0, [\d.]+ at step 2 .nats per target token.',
     r'\d+ target tokens of \d+ tokens',
     'convert push . --repo=ORG/NAME',
     '- type: loss',

@@ -110,6 +110,9 @@ def test_it_finds_texts_and_is_exported(run):
   assert scores['run', 'sts', 'spearman'] > 0.5
   assert 0 <= scores['run', 'sts', 'v_measure/16'] < 0.1  # Each text has both.
   output = folders.export(run / 'run', run / 'exported')
+  card = (output / 'README.md').read_text()
+  assert '(embedding model, ' in card and 'type: sentence-similarity' in card
+  assert 'nats per query' in card
   fields = folders.read(output / 'config_sentence_transformers.json')
   assert fields['prompts'] == {'document': '', 'query': 'find: '}
   assert encdec_adapt.load(output).stored.prompts == fields['prompts']

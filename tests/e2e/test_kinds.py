@@ -5,6 +5,7 @@ import json
 import pytest
 
 from tests import tiny
+from tests.e2e import folders
 
 
 @pytest.mark.long
@@ -37,13 +38,24 @@ def test_a_job_starts_from_a_causal_decoder(kind, flags, tmp_path):
     'compute.remat=none',
     *flags,
   ]
-  done = tiny.run(
-    'train',
+  flags = [
     '--config=configs/pretrained.py:source=configs/decoders/small',
     f'--workdir={tmp_path}/run',
     *(f'--config.{value}' for value in values),
-  )
+  ]
+  done = tiny.run('train', *flags)
   assert done.returncode == 0, done.stdout + done.stderr
   assert 'the first example read' in done.stdout
   summary = json.loads((tmp_path / 'run' / 'summary.json').read_text())
   assert summary['steps'] == 3 and summary['eval_loss'] > 0
+  if kind == 'encoder_only':
+    more = '--config.train.steps=5', '--config.train.batch_size=16'
+    more += ('--config.checkpoint.keep=2',)
+    assert tiny.run('train', *flags, *more).returncode == 0
+    card = folders.export(tmp_path / 'run', tmp_path / 'out') / 'README.md'
+    text = card.read_text()
+    assert '(encoder_only)' in text and '| | encoder |\n' in text
+    assert 'type: fill-mask' in text
+    assert 'to step 5 of 5, with 8 rows a step, 16 from step 4, objec' in text
+    early = folders.export(f'{tmp_path}/run@3', tmp_path / 'early')
+    assert 'with 8 rows a step, objec' in (early / 'README.md').read_text()
