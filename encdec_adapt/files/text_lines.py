@@ -55,15 +55,15 @@ def read_json(path: str, array: bool = False) -> dict[str, Any]:
     UserError: a line is not JSON; see also `read`.
   """
   values, lines = {}, read(path)
-  if array and (text := '\n'.join(lines.values())).lstrip()[:1] == '[':
-    try:
-      items = enumerate(json.loads(text), 1)
-    except ValueError as error:
-      raise errors.UserError(f'{path} is not JSON ({error}).') from error
-    return {f'{path}, item {i}': x for i, x in items}
+  text = '\n'.join(lines.values()) if array else ''
+  is_array = text.lstrip()[:1] == '['
+  if is_array:
+    lines = {path: text}
   for label, line in lines.items():
     try:
       values[label] = json.loads(line)
     except ValueError as error:
       raise errors.UserError(f'{label} is not JSON ({error}).') from error
+  if is_array:
+    return {f'{path}, item {i}': x for i, x in enumerate(values[path], 1)}
   return values

@@ -166,10 +166,9 @@ def score(
   bleu = sacrebleu.BLEU(tokenize=tokenizers[0])
   for name, metric in ((f'bleu{bleu_name}', bleu), ('chrf', chrf)):
     scores[name] = _corpus_score(task, name, metric, predictions, columns)
-  rows = zip(*values.values(), strict=True)
-  return list(scores.values()), [
-    dict(zip(values, row, strict=True)) for row in rows
-  ]
+  columns = zip(*values.values(), strict=True)
+  rows = [dict(zip(values, x, strict=True)) for x in columns]
+  return list(scores.values()), rows
 
 
 def _corpus_score(task, name, metric, predictions, columns):

@@ -135,10 +135,8 @@ def _bootstrap(
   count = int(np.sum(sizes - sizes.mean() > abs(effect)))
   tail = (1 - CONFIDENCE) / 2
   low, high = np.quantile(samples, (tail, 1 - tail)).tolist()
-  p, test = (
-    (count + 1) / (_RESAMPLES + 1),
-    f'bootstrap, {_RESAMPLES:,} resamples',
-  )
+  p = (count + 1) / (_RESAMPLES + 1)
+  test = f'bootstrap, {_RESAMPLES:,} resamples'
   return Comparison(effect, low, high, p, f'{n} examples', test)
 
 
