@@ -8,9 +8,9 @@
 The first trains a vocabulary and a causal decoder of 1.2M parameters, the
 second an encoder-decoder that is adapted from it, each for a few minutes. With
 `laptop:encoder=runs/decoder,task=pairs` and a `pairs:` source the adapted model
-is tuned on answers. The README has all commands, from text to an export. Small
-sources are repeated; of large ones the first `MAX_BYTES` are read, up to the
-end of a paragraph. Short texts share held-out rows.
+is tuned on answers. configs/your_data.md has all commands, from text to an
+export. Small sources are repeated; of large ones the first `MAX_BYTES` are
+read, up to the end of a paragraph. Short texts share held-out rows.
 
 `vocabulary_size=N` of a decoder: fewer tokens for short texts, more for several
 languages. Any key is set by a flag: `--config.train.steps=5000` trains longer.

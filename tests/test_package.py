@@ -109,6 +109,20 @@ def test_bad_input_is_refused(model, call, words):
 
 @pytest.mark.e2e
 @pytest.mark.long
+def test_the_first_lines_of_python_run(tmp_path):
+  readme = (tiny.ROOT / 'README.md').read_text()
+  (block,) = re.findall(r'```python\n(.*?)```', readme, re.DOTALL)
+  script = tmp_path / 'script.py'
+  call = 'encdec_adapt.run_training'
+  assert block.count(call) == 1
+  script.write_text(block.replace(call, f'config.train.steps = 2\n{call}'))
+  done = tiny.run_script(script)
+  assert done.returncode == 0, done.stderr
+  assert done.stdout.splitlines()[-1].startswith("['")
+
+
+@pytest.mark.e2e
+@pytest.mark.long
 def test_the_calls_of_the_readme_run(tmp_path):
   """As a script without a guard, in which worker processes make records."""
   readme = (tiny.ROOT / 'encdec_adapt' / 'README.md').read_text()

@@ -207,6 +207,8 @@ def draw_curves(
           strict=True,
         )
       ]
+      if not points:
+        continue
       x, losses = zip(*points, strict=True)
       y, style = [*map(statistics.fmean, losses)], model_styles[model]
       means[model] = x, y
