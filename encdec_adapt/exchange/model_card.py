@@ -316,8 +316,10 @@ def _training(
     texts, text_of = [], held_out_metrics.format_value
     for name, (first, last) in _held_out(summary).items():
       ends = f'{text_of(name, first)} at step 0, {text_of(name, last)} at step'
-      unit = f' (nats per {(*units, "target token")[0]})' * (name == 'loss')
-      texts.append(f'{name} {ends} {summary["steps"]}{unit}')
+      text = f'{name} {ends} {summary["steps"]}'
+      if name == 'loss':
+        text += f' (nats per {(*units, "target token")[0]})'
+      texts.append(text)
     if texts:
       yield f'- Held-out {"; ".join(texts)}.'
     yield (

@@ -113,13 +113,16 @@ def table(
 
 
 def _row(name: str, line: Mapping[str, Any] | None) -> dict[str, str] | None:
-  return line and {
+  if not line:
+    return None
+  mark = ' [cut]' if line.get('cut') else ''
+  return {
     'task': line['task'],
     # Show the end: it is next to the answer.
     'input': line['input'][-_LONGEST:],
     'references': ' | '.join(line['references'])[:_LONGEST],
     'model': name,
-    'answer': line['answer'][:_LONGEST] + ' [cut]' * bool(line.get('cut')),
+    'answer': line['answer'][:_LONGEST] + mark,
     'scores': ', '.join(f'{k} {x:.3g}' for k, x in line['scores'].items()),
   }
 
