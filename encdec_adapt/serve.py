@@ -12,6 +12,7 @@ A first signal completes the requests in progress and exits with status 0. The
 status is 1 if the port is in use, the engine fails, or a second signal arrives.
 """
 
+from collections.abc import Iterator
 import dataclasses
 import time
 
@@ -35,6 +36,7 @@ from encdec_adapt.tokenizers import chat_format
 # Cap of the default, as the largest state holds the longest prompt, and some
 # models have 128 K positions.
 _MAX_PROMPT = 4096
+_PROGRESS = 10  # Seconds between lines about programs.
 STEPS = 4  # Decode steps between queue polls, and per stream event.
 
 define_flags = command.define(
@@ -71,8 +73,8 @@ define_flags = command.define(
   ),
   command.boolean(
     'warm_up',
-    'Compile all programs before serving; otherwise requests wait for those'
-    ' that they are the first to need.',
+    'Compile all programs while no request is in progress; otherwise only those'
+    ' that requests are the first to need, and wait for.',
     default=True,
   ),
   command.integer(
@@ -137,14 +139,16 @@ def main(values: flags.FlagValues) -> int:
     ends = *ids.eos, chat_format.end_of_turn(opened.decoder)
     ids = dataclasses.replace(ids, eos=tuple(dict.fromkeys(ends)))
   encodes_prompt = stored.model.architecture.encodes_prompt
+  rows = loaded.rows(values.batch_size)
   limits = protocol.Limits(
     values.max_prompt or min(longest or _MAX_PROMPT, _MAX_PROMPT),
     values.max_tokens,
+    rows,
     # In a decoder-only model, prompt and completion share the context.
     None if encodes_prompt else longest,
   )
   engine = loaded.engine(
-    rows=loaded.rows(values.batch_size),
+    rows=rows,
     int8=values.int8,
     ids=ids,
     steps=STEPS,
@@ -152,10 +156,6 @@ def main(values: flags.FlagValues) -> int:
     sizes=_state_sizes(limits, encodes_prompt),
   )
   _require_memory(engine)
-  if values.warm_up:
-    start = time.monotonic()
-    count = engine.warm_up()
-    print(f'compiled {count} programs in {time.monotonic() - start:.1f} s')
   # Fail early if the parameters do not fit.
   empty = next(iter(prompts.values())).frame([])
   list(engine.run([engine_lib.Request(empty, 2)]))
@@ -165,14 +165,30 @@ def main(values: flags.FlagValues) -> int:
     opened=opened,
     prompts=prompts,
     limits=limits,
+    trained_on_chats=stored.framing.chats,
     run_prefix=values.run_prefix,
     max_queue=values.max_queue,
     timeout=values.timeout,
     host=values.host,
   )
-  return http_app.run(
-    http_app.Service(engine, served), values.host, values.port
+  service = http_app.Service(
+    engine, served, _compile(engine) if values.warm_up else ()
   )
+  return http_app.run(service, values.host, values.port)
+
+
+def _compile(engine: engine_lib.Engine) -> Iterator[int]:
+  """Compiles the engine's programs, one for each number, and prints them."""
+  programs, seconds, printed = engine.programs_to_compile(), 0.0, 0.0
+  for number, program in enumerate(programs, 1):
+    start = time.monotonic()
+    program()
+    seconds += time.monotonic() - start
+    text = f'compiled {number}/{len(programs)} programs in {seconds:.0f} s'
+    if seconds - printed > _PROGRESS or number == len(programs):
+      print(f'{text}, about {seconds / number:.1f} s each')
+      printed = seconds
+    yield number
 
 
 def _state_sizes(

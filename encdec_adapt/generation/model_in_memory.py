@@ -182,12 +182,13 @@ class LoadedModel:
     )
 
   def embed_texts(
-    self, texts: Sequence[str], role: str, rows: int
+    self, texts: Sequence[str | Sequence[int]], role: str, rows: int
   ) -> Float[np.ndarray, 'n E']:
     """Embeds queries or documents, framed as in training.
 
     Args:
-      texts: the texts; longer texts are truncated to the model's context.
+      texts: texts, or token ids with or without framing; longer ones are
+        truncated to the model's context.
       role: 'query' or 'document'.
       rows: texts per batch.
     """
@@ -195,11 +196,15 @@ class LoadedModel:
     reader = stored.require_vocabularies().sides[stored.prompt_side]
     prefix, room = stored.prompts[role], pretrained_files.prompt_room(stored)
     room = room and room - reader.ids.frame_size
+    unframed = prompt_encoding.PromptEncoder(stored, prefix=prefix).unframed
     tokens = [
-      reader.ids.frame(reader.encode(prefix + x)[:room], stored.framing_side)
+      reader.encode(prefix + x)
+      if isinstance(x, str)
+      else [*reader.encode(prefix), *unframed(x)]
       for x in texts
     ]
-    return self._vectors(tokens, None, rows)
+    framed = [reader.ids.frame(x[:room], stored.framing_side) for x in tokens]
+    return self._vectors(framed, None, rows)
 
   def _vectors(
     self, texts: Sequence[np.ndarray], pooling: str | None, rows: int

@@ -166,6 +166,16 @@ class PromptEncoder:
     ids = ids[len(head) :] if [*ids[: len(head)]] == head else ids
     return ids[:-1] if [*ids[-1:]] == tail else ids
 
+  def span(self, prompt: np.ndarray, count: int) -> slice:
+    """Returns the slice of a framed prompt before separator and EOS.
+
+    Args:
+      prompt: tokens of `encode` or `frame`.
+      count: length of the slice.
+    """
+    stop = len(prompt) - len(self._separator) - len(self._tail)
+    return slice(max(stop - count, 0), stop)
+
   def answer_text(self, tokens: np.ndarray) -> str:
     """Decodes generated tokens, showing the names of sentinels."""
     names = set(self._writer.sentinels)

@@ -25,11 +25,19 @@ from encdec_adapt.sharding import compiler
 from encdec_adapt.sharding import rules as rules_lib
 
 
+class Top(NamedTuple):
+  """Likeliest tokens of each step, descending."""
+
+  ids: Int[Array, '*shape k']
+  log_probs: Float[Array, '*shape k']
+
+
 class State(NamedTuple):
   """On-device state of the batch.
 
-  The first `count` entries per row of `tokens` and `log_probs` are valid.
-  `seen` is None without repetition penalties.
+  The first `count` entries per row of `tokens`, `log_probs` and `top` are
+  valid, those of `top` in rows that ask for it (`SamplingConfig`). `seen` is
+  None without repetition penalties.
   """
 
   cache: caches.Cache
@@ -39,6 +47,7 @@ class State(NamedTuple):
   limit: Int[Array, 'B']
   tokens: Int[Array, 'B length']
   log_probs: Float[Array, 'B length']
+  top: Top
   options: sampling_lib.Options
   seen: Bool[Array, 'B V'] | None
 
@@ -60,6 +69,7 @@ class Group(NamedTuple):
 # A CPU program takes hundreds of memory maps; Linux allows 65,530 per process
 # (vm.max_map_count).
 MOST_PROGRAMS = 64
+_CHUNK = 16  # Positions of a prompt with logits in memory at once.
 # LRU cache of this process's compiled programs.
 _COMPILED: collections.OrderedDict[Hashable, jax.stages.Compiled] = (
   collections.OrderedDict()
@@ -156,6 +166,7 @@ def start(model: build.Model, rows: int, length: int, source: int) -> State:
     source: encoder tokens per row.
   """
   integers = jnp.zeros(rows, jnp.int32)
+  likeliest = jnp.zeros((rows, length, sampling_lib.MOST_TOP), jnp.float32)
   free = sampling_lib.stack([sampling_lib.SamplingConfig()] * rows)
   state = State(
     cache=model.init_cache(rows, length, source),
@@ -166,6 +177,7 @@ def start(model: build.Model, rows: int, length: int, source: int) -> State:
     limit=integers,
     tokens=jnp.zeros((rows, length), jnp.int32),
     log_probs=jnp.zeros((rows, length), jnp.float32),
+    top=Top(likeliest.astype(jnp.int32), likeliest),
     options=jax.tree.map(jnp.asarray, free),
     seen=None,
   )
@@ -189,13 +201,14 @@ def resize(model: build.Model, state: State, length: int, source: int) -> State:
 
   def fit(x: jax.Array) -> jax.Array:
     x = x[:, :length]
-    return jnp.pad(x, [(0, 0), (0, length - x.shape[1])])
+    rest = [(0, 0)] * (x.ndim - 2)
+    return jnp.pad(x, [(0, 0), (0, length - x.shape[1]), *rest])
 
   cache = caches.resize(model.config.decoder, state.cache, length, source)
+  outputs = state.tokens, state.log_probs, state.top
+  tokens, log_probs, top = jax.tree.map(fit, outputs)
   return _replicate(
-    state._replace(
-      cache=cache, tokens=fit(state.tokens), log_probs=fit(state.log_probs)
-    )
+    state._replace(cache=cache, tokens=tokens, log_probs=log_probs, top=top)
   )
 
 
@@ -335,18 +348,29 @@ def advance(
   adjusted, seen, options = logits, state.seen, state.options
   if seen is not None:
     adjusted = sampling_lib.penalise(logits, seen, options.repetition_penalty)
+  adjusted = sampling_lib.penalise_generated(
+    adjusted, state.tokens, state.count, options
+  )
   adjusted = sampling_lib.keep_vocabulary(adjusted, vocab_size)
   chosen = sampling_lib.choose(adjusted, state.count, options)
   if tempered:
     temperature = options.temperature[:, None]
     logits = logits / jnp.where(temperature > 0, temperature, 1)
-  log_probs = jnp.take_along_axis(
-    jax.nn.log_softmax(logits), chosen[:, None], axis=1
-  )[:, 0]
+  all_log_probs = jax.nn.log_softmax(logits)
+  log_probs = jnp.take_along_axis(all_log_probs, chosen[:, None], axis=1)[:, 0]
   # Shapes are static, so ended rows are computed too; they write out of bounds,
   # which is dropped.
   going = ~state.ended
   slot = jnp.where(going, state.count, state.tokens.shape[1])
+
+  def put(old: jax.Array, new: jax.Array) -> jax.Array:
+    return old.at[rows, slot].set(new, mode='drop')
+
+  likeliest = jax.lax.cond(
+    jnp.any(going & (options.top_log_probs > 0)),
+    lambda: _likeliest(all_log_probs, vocab_size),
+    lambda: jax.tree.map(lambda x: x[:, 0], state.top),  # Any value.
+  )
   if seen is not None:
     seen = seen.at[rows, chosen].set(True)
   return state._replace(
@@ -356,10 +380,56 @@ def advance(
     | jnp.isin(chosen, eos)
     | (state.count + 1 >= state.limit),
     count=state.count + going,
-    tokens=state.tokens.at[rows, slot].set(chosen, mode='drop'),
-    log_probs=state.log_probs.at[rows, slot].set(log_probs, mode='drop'),
+    tokens=put(state.tokens, chosen),
+    log_probs=put(state.log_probs, log_probs),
+    top=jax.tree.map(put, state.top, likeliest),
     seen=seen,
   )
+
+
+def _likeliest(
+  log_probs: Float[Array, '*shape V'], vocab_size: int | None
+) -> Top:
+  kept = sampling_lib.keep_vocabulary(log_probs, vocab_size)
+  # Not `sampling.top_k`, whose barrier XLA cannot compile for sharded axes.
+  return Top(*jax.lax.top_k(kept, sampling_lib.MOST_TOP)[::-1])
+
+
+def score_prompt(
+  model: build.Model,
+  params: base_model.Params,
+  tokens: Int[Array, 'B S'],
+  counts: Int[Array, 'B'],
+  *,
+  vocab_size: int,
+) -> tuple[Float[Array, 'n'], Top]:
+  """Computes the log-probabilities of a prompt under a causal decoder.
+
+  Args:
+    model: a model from `build.unroll`.
+    params: its parameters from `prepare`.
+    tokens: the prompt in the first row; others are not scored.
+    counts: number of tokens of each row.
+    vocab_size: vocabulary size, see `engine.SpecialIds`.
+
+  Returns:
+    The log-probability of each token but the first, n = S - 1, and the
+    likeliest tokens in its place.
+  """
+  params = quantization.dequantize(params, model.compute.dtype)
+  positions, segments = lengths.positions_and_mask(tokens, counts)
+  hidden = model.decode(params, tokens, segments, positions)
+
+  def score(args: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, Top]:
+    states, token = args  # [B, D], []
+    logits = model.logits(params, states[:, None])[0, 0]
+    log_probs = jax.nn.log_softmax(logits)  # [V]
+    return log_probs[token], _likeliest(log_probs, vocab_size)
+
+  # In chunks: the logits of all positions would be large.
+  pairs = jnp.swapaxes(hidden, 0, 1)[:-1], tokens[0, 1:]
+  scored = jax.lax.map(score, pairs, batch_size=_CHUNK)
+  return jax.tree.map(lambda x: partition.shard(x, *[None] * x.ndim), scored)
 
 
 @functools.partial(

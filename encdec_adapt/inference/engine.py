@@ -15,11 +15,11 @@ are in `decoding`; tokenizers and chat templates are up to the caller.
 
 import collections
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-import concurrent.futures
 import dataclasses
+import functools
 import itertools
 import types
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 from jax.sharding import Mesh
@@ -84,6 +84,18 @@ class Request:
       raise errors.UserError('a stop string is empty; leave it out.')
 
 
+class Tokens(NamedTuple):
+  """Tokens with their log-probabilities; fields of `Completion`."""
+
+  tokens: Int[np.ndarray, 'n']
+  log_probs: Float[np.ndarray, 'n']
+  top: decoding.Top | None = None
+
+  def part(self, start: int, stop: int | None = None) -> 'Tokens':
+    """Returns copies of a slice: views would keep the whole batch."""
+    return jax.tree.map(lambda x: x[start:stop].copy(), self)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Completion:
   """A generated completion.
@@ -92,16 +104,19 @@ class Completion:
     tokens: token ids [n], EOS included; with a stop string, up to the token
       that completes it.
     log_probs: log-probability of each token [n] under the model, before
-      repetition penalty, temperature and filters.
+      penalties, temperature and filters.
     ended: 'eos', 'length' (max_tokens) or 'stop'.
     text: the text, without special tokens and stop string; None if the engine
       has no `decode`.
+    top: likeliest tokens in the place of each, if `top_log_probs` of the
+      request asks for them.
   """
 
   tokens: Int[np.ndarray, 'n']
   log_probs: Float[np.ndarray, 'n']
   ended: Ended
   text: str | None
+  top: decoding.Top | None = None
 
 
 @dataclasses.dataclass
@@ -269,7 +284,7 @@ class Engine:
   def run(
     self,
     requests: Iterable[Request],
-    on_tokens: Callable[[int, np.ndarray], None] | None = None,
+    on_tokens: Callable[[int, Tokens], None] | None = None,
   ) -> Iterator[tuple[int, Completion]]:
     """Generates completions and yields them, with the request's index.
 
@@ -278,8 +293,7 @@ class Engine:
 
     Args:
       requests: the prompts.
-      on_tokens: called with a request's index and its newly generated tokens
-        [n].
+      on_tokens: called with a request's index and its newly generated tokens.
 
     Raises:
       UserError: see `submit`.
@@ -294,7 +308,7 @@ class Engine:
     )
     indices = {self.submit(requests[i]): i for i in order}
 
-    def report(number: int, tokens: np.ndarray) -> None:
+    def report(number: int, tokens: Tokens) -> None:
       on_tokens(indices[number], tokens)
 
     # Without a callback or stop strings, devices decode until rows end.
@@ -304,7 +318,7 @@ class Engine:
         yield indices[number], completion
 
   def step(
-    self, on_tokens: Callable[[int, np.ndarray], None] | None = None
+    self, on_tokens: Callable[[int, Tokens], None] | None = None
   ) -> list[tuple[int, Completion]]:
     """Fills free rows, decodes, and returns finished completions by number.
 
@@ -314,9 +328,9 @@ class Engine:
     self._fill()
     if not any(self._active):
       return []
-    checks = on_tokens is not None or any(
-      row.request.stop for row in self._active if row is not None
-    )
+    requests = [row.request for row in self._active if row is not None]
+    checks = on_tokens is not None or any(x.stop for x in requests)
+    has_top = any(x.sampling.top_log_probs for x in requests)
     steps = self._steps if checks else UNLIMITED
     self._state = self.programs.run(
       decoding.decode,
@@ -325,21 +339,18 @@ class Engine:
     )
     state, completions = self._state, []
     # A single transfer: each blocks on the devices.
-    ended, count, tokens, log_probs = jax.device_get(
-      (state.ended, state.count, state.tokens, state.log_probs)
-    )
+    outputs = Tokens(state.tokens, state.log_probs, state.top)
+    outputs = outputs if has_top else outputs._replace(top=None)
+    ended, count, outputs = jax.device_get((state.ended, state.count, outputs))
     for row, active in enumerate(self._active):
       if active is None or not (checks or ended[row]):
         continue
-      new = tokens[row, : count[row]]
-      completion = self._complete(
-        active.request, new, log_probs[row], ended[row]
-      )
-      if completion is not None:
-        new = completion.tokens
-      if on_tokens is not None and len(new) > active.reported:
-        on_tokens(active.number, new[active.reported :])
-        active.reported = len(new)
+      new = jax.tree.map(lambda x: x[row, : count[row]], outputs)  # noqa: B023
+      completion = self._complete(active.request, new, ended[row])
+      total = len(new.tokens if completion is None else completion.tokens)
+      if on_tokens is not None and total > active.reported:
+        on_tokens(active.number, new.part(active.reported, total))
+        active.reported = total
       if completion is not None:
         completions.append((active.number, completion))
         self._active[row] = None
@@ -351,38 +362,62 @@ class Engine:
   def _complete(
     self,
     request: Request,
-    tokens: np.ndarray,
-    log_probs: np.ndarray,
+    tokens: Tokens,
     has_ended: bool,
   ) -> Completion | None:
     if not (has_ended or request.stop):
       return None
-    completion = self.complete(tokens, log_probs[: len(tokens)])
+    completion = self.complete(*tokens)
     if not any(stop in completion.text for stop in request.stop):
       return completion if has_ended else None
     # The completion ends with the first token that completes a stop string.
     # Decodes every prefix: tokens decoded together may differ from their parts.
     count, text = next(
       (n, text)
-      for n in range(1, len(tokens) + 1)
+      for n in range(1, len(tokens.tokens) + 1)
       if any(
-        stop in (text := self._decode(tokens[:n])) for stop in request.stop
+        stop in (text := self._decode(tokens.tokens[:n]))
+        for stop in request.stop
       )
     )
     text = text[: min(text.find(stop) for stop in request.stop if stop in text)]
-    return Completion(
-      completion.tokens[:count], completion.log_probs[:count], 'stop', text
-    )
+    ids, log_probs, top = tokens.part(0, count)
+    return Completion(ids, log_probs, 'stop', text, top)
 
   def complete(
-    self, tokens: Int[np.ndarray, 'n'], log_probs: Float[np.ndarray, 'n']
+    self,
+    tokens: Int[np.ndarray, 'n'],
+    log_probs: Float[np.ndarray, 'n'],
+    top: decoding.Top | None = None,
   ) -> Completion:
     """Returns the completion of tokens that ended with EOS or at the limit."""
     is_eos = len(tokens) > 0 and int(tokens[-1]) in self.ids.eos
     text = self._decode and self._decode(tokens[: len(tokens) - is_eos])
-    # Copies: views would keep the whole batch in memory.
     ended: Ended = 'eos' if is_eos else 'length'
-    return Completion(tokens.copy(), log_probs.copy(), ended, text)
+    ids, log_probs, top = Tokens(tokens, log_probs, top).part(0)
+    return Completion(ids, log_probs, ended, text, top)
+
+  def score_prompt(self, request: Request) -> Tokens:
+    """Returns the tokens of a prompt with their log-probabilities.
+
+    Raises:
+      UserError: the model is not a causal decoder, or a token is outside of the
+        vocabulary.
+    """
+    if not self._architecture.predicts_inputs:
+      raise errors.UserError(
+        f'{self._architecture.name} models give no probability to their prompt;'
+        ' `python -m encdec_adapt.evaluate` scores texts.'
+      )
+    self.require_tokens(request.tokens)
+    params, programs = self._variants[request.adapters]
+    arguments = lengths.pad([request.tokens], self.shards, self.ids.pad)
+    size_of = {'vocab_size': self.vocab_size}
+    values = programs.run(decoding.score_prompt, params, *arguments, **size_of)
+    # The first token has no predecessors.
+    first = lambda x: np.insert(x, 0, np.nan if x.ndim == 1 else 0, axis=0)  # noqa: E731
+    values = jax.tree.map(first, jax.device_get(values))
+    return Tokens(arguments[0][0], *values).part(0, len(request.tokens))
 
   def prefill_arguments(
     self,
@@ -425,39 +460,32 @@ class Engine:
     ]
     return [p.memory_analysis().output_size_in_bytes for p in programs]
 
-  def warm_up(self) -> int:
-    """Compiles the programs for all `sizes` and returns their number."""
-    count = 0
-    for adapters in self._variants:
-      self._use(adapters)
-      count += self._warm_up()
-    return count
+  def programs_to_compile(self) -> list[Callable[[], jax.stages.Compiled]]:
+    """Returns calls that compile the programs of all `sizes`, smallest first.
 
-  def _warm_up(self) -> int:
-    # A set: all sizes share the `stop` program.
-    get, programs, futures = self.programs.get, set(), []
-    # XLA compiles without holding the GIL, so threads use all cores.
-    with concurrent.futures.ThreadPoolExecutor() as pool:
+    They may be made between steps; programs that exist are not compiled again.
+    """
+    calls = []
+    for params, programs in self._variants.values():
+      partial = functools.partial(functools.partial, programs.get)
       for size in self.sizes:
-        programs.add(get(decoding.start, rows=self.rows, **size._asdict()))
-        state = jax.tree.map(
-          lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
-          self._start(size, self.rows),
-        )
-        programs.add(get(decoding.stop, state.ended, np.int32(0)))
-        arguments = self._decode_arguments(state, 1)
-        size_of = {'vocab_size': self.vocab_size}
-        futures.append(pool.submit(get, decoding.decode, *arguments, **size_of))
+        state = programs.get(
+          decoding.start, rows=self.rows, **size._asdict()
+        ).out_info
+        _, *arguments = self._decode_arguments(state, 1)
+        options = {'vocab_size': self.vocab_size}
+        calls.append(partial(decoding.decode, params, *arguments, **options))
         for width in size.widths():
-          prompt = Request(np.full(width, self.ids.pad), 1)
-          arguments = self.prefill_arguments([prompt], self.group, [0], state)
-          futures.append(pool.submit(get, decoding.prefill, *arguments))
-        futures += [
-          pool.submit(get, decoding.resize, state, **larger._asdict())
+          prompt = [Request(np.full(width, self.ids.pad), 1)]
+          _, *arguments = self.prefill_arguments(prompt, self.group, [0], state)
+          calls.append(partial(decoding.prefill, params, *arguments))
+        calls += [
+          partial(decoding.resize, state, **larger._asdict())
           for larger in self.sizes
           if larger != size and larger.holds(size)
         ]
-    return len(programs) + len([future.result() for future in futures])
+      calls.append(partial(decoding.stop, state.ended, np.int32(0)))
+    return calls
 
   def _start(self, size: lengths.Size, rows: int) -> decoding.State:
     return self.programs.run(decoding.start, rows=rows, **size._asdict())

@@ -19,6 +19,7 @@ from encdec_adapt.base import errors
 # Candidates in which top-k and top-p search for their last token. Only flat
 # distributions need more; for them the vocabulary is sorted.
 _CANDIDATES = 1024
+MOST_TOP = 5  # Likeliest tokens that a step can report.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +37,12 @@ class SamplingConfig:
       tokens already read by the decoder (Keskar et al. 2019, section 4.1, as in
       transformers); 1 for none.
     seed: seed of the draws, in 0 .. 2^32 - 1.
+    presence_penalty: subtracted once from the logit of every token generated so
+      far, in -2 .. 2; tokens of the prompt are not counted (as in OpenAI's
+      API).
+    frequency_penalty: subtracted from the logit of a token for each time it was
+      generated, in -2 .. 2.
+    top_log_probs: number of likeliest tokens to report at each step, at most 5.
   """
 
   temperature: float = 0.0
@@ -44,6 +51,9 @@ class SamplingConfig:
   min_p: float | None = None
   repetition_penalty: float = 1.0
   seed: int = 0
+  presence_penalty: float = 0.0
+  frequency_penalty: float = 0.0
+  top_log_probs: int = 0
 
   def __post_init__(self):
     share = 'above 0 and at most 1, or left out'
@@ -55,6 +65,9 @@ class SamplingConfig:
       ('min_p', self.min_p is None or 0 < self.min_p <= 1, share),
       ('repetition_penalty', 0 < self.repetition_penalty < np.inf, 'positive'),
       ('seed', 0 <= self.seed < 2**32, 'in 0 .. 2^32 - 1'),
+      ('presence_penalty', -2 <= self.presence_penalty <= 2, 'in -2 .. 2'),
+      ('frequency_penalty', -2 <= self.frequency_penalty <= 2, 'in -2 .. 2'),
+      ('top_log_probs', 0 <= self.top_log_probs <= MOST_TOP, 'in 0 .. 5'),
     ):
       if not is_right:
         value = getattr(self, name)
@@ -82,6 +95,9 @@ class Options(NamedTuple):
   min_p: jax.Array  # 0: all tokens.
   repetition_penalty: jax.Array
   seed: jax.Array
+  presence_penalty: jax.Array
+  frequency_penalty: jax.Array
+  top_log_probs: jax.Array
 
 
 def stack(configs: Sequence[SamplingConfig]) -> Options:
@@ -98,6 +114,9 @@ def stack(configs: Sequence[SamplingConfig]) -> Options:
     min_p=column('min_p', np.float32, 0),
     repetition_penalty=column('repetition_penalty', np.float32),
     seed=column('seed', np.uint32),
+    presence_penalty=column('presence_penalty', np.float32),
+    frequency_penalty=column('frequency_penalty', np.float32),
+    top_log_probs=column('top_log_probs', np.int32),
   )
 
 
@@ -182,6 +201,32 @@ def penalise(
   # Dividing a negative logit would make its token likelier.
   lower = jnp.where(logits > 0, logits / penalty, logits * penalty)
   return jnp.where(seen, lower, logits)
+
+
+def penalise_generated(
+  logits: jax.Array, tokens: jax.Array, counts: jax.Array, options: Options
+) -> jax.Array:
+  """Applies presence and frequency penalty; see `SamplingConfig`.
+
+  Args:
+    logits: [B, V].
+    tokens: generated tokens, the first `counts` of each row, [B, length].
+    counts: number of generated tokens, [B].
+    options: sampling options [B].
+  """
+  presence = options.presence_penalty[:, None]
+  frequency = options.frequency_penalty[:, None]
+
+  def lower() -> jax.Array:
+    rows = jnp.arange(len(tokens))[:, None]
+    is_generated = jnp.arange(tokens.shape[1]) < counts[:, None]
+    # Counted anew at every step: no state [B, V] between steps.
+    is_generated = is_generated.astype(logits.dtype)
+    times = jnp.zeros_like(logits).at[rows, tokens].add(is_generated)
+    return logits - frequency * times - presence * (times > 0)
+
+  is_used = jnp.any((presence != 0) | (frequency != 0))
+  return jax.lax.cond(is_used, lower, lambda: logits)
 
 
 def filter_logits(logits: jax.Array, options: Options) -> jax.Array:

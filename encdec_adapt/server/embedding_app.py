@@ -81,9 +81,9 @@ class EmbeddingService:
     except errors.UserError as error:  # Text without tokens.
       return http_app.refusal(protocol.ApiError(400, str(error), 'input'))
 
-  def _parse(self, fields: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
+  def _parse(self, fields: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
     texts = fields.get('input')
-    texts = [texts] if isinstance(texts, str) else texts
+    texts = [texts] if protocol.is_text_or_ids(texts) else texts
     allowed = {
       'input_type': _ROLES,
       'encoding_format': ('float', 'base64'),
@@ -92,9 +92,15 @@ class EmbeddingService:
     if (
       not isinstance(texts, list)
       or not texts
-      or not all(isinstance(x, str) and x for x in texts)
+      or not all(map(protocol.is_text_or_ids, texts))
     ):
-      raise _must_be('input', 'a text or texts', fields.get('input'))
+      raise _must_be(
+        'input', 'a text, token ids, or a list of those', fields.get('input')
+      )
+    # A gather from the embedding table would clamp them silently.
+    largest = max([0, *(i for x in texts if isinstance(x, list) for i in x)])
+    if largest >= (size := self._model.tokenizer.size):
+      raise _must_be('input', f'of token ids below {size}', largest)
     for name in fields.keys() - {'input', *_HARMLESS}:
       value, values = fields[name], allowed.get(name, ())
       # Compare types too: 4.0 and true equal integers.
@@ -104,7 +110,7 @@ class EmbeddingService:
     return texts, fields
 
   def _body(
-    self, texts: list[str], vectors: np.ndarray, fields: Mapping[str, Any]
+    self, texts: list[Any], vectors: np.ndarray, fields: Mapping[str, Any]
   ) -> dict[str, Any]:
     size = fields.get('dimensions', self._sizes[0])
     vectors = vectors[:, :size].astype('<f4')
@@ -116,7 +122,8 @@ class EmbeddingService:
       {'object': 'embedding', 'index': i, 'embedding': encode(x)}
       for i, x in enumerate(vectors)
     ]
-    count = sum(len(self._model.tokenizer.encode(text)) for text in texts)
+    tokenize = self._model.tokenizer.encode
+    count = sum(len(tokenize(x) if isinstance(x, str) else x) for x in texts)
     usage = {'prompt_tokens': count, 'total_tokens': count}
     head = {'object': 'list', 'model': self._name}
     return {**head, 'data': data, 'usage': usage}

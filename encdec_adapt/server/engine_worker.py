@@ -6,84 +6,116 @@ Calls go to the thread through a queue, and results to the loop through
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 import contextlib
 import dataclasses
+import functools
 import queue
 import sys
 import threading
 import traceback
-
-import numpy as np
+from typing import Any
 
 from encdec_adapt.inference import engine as engine_lib
 
 # New tokens, the completion, or a final error.
-Event = np.ndarray | engine_lib.Completion | Exception
+Event = engine_lib.Tokens | engine_lib.Completion | Exception
 
 
 # Compared by identity, as `EngineThread.jobs` is a set.
 @dataclasses.dataclass(eq=False)
 class Job:
-  """A request in the engine; only its thread uses `number`."""
+  """A request in the engine.
 
+  Attributes:
+    index: index of its choice in a call.
+    request: the request.
+    wants_tokens: whether to also send new tokens as events.
+    span: slice of the prompt to score; None for none.
+    loop: the event loop.
+    events: the job and an event, of all jobs of the call.
+    prompt: the scored slice, from the first event on.
+    number: number of the request; only the engine's thread uses it.
+  """
+
+  index: int
   request: engine_lib.Request
   wants_tokens: bool
+  span: slice | None
   loop: asyncio.AbstractEventLoop
-  events: asyncio.Queue[Event] = dataclasses.field(
-    default_factory=asyncio.Queue
-  )
+  events: asyncio.Queue[tuple['Job', Event]]
+  prompt: Sequence[engine_lib.Tokens] = ()
   number: int | None = None
 
   def post(self, event: Event) -> None:
     """Sends an event from the thread to the loop."""
     with contextlib.suppress(RuntimeError):  # The loop is closed.
-      self.loop.call_soon_threadsafe(self.events.put_nowait, event)
+      self.loop.call_soon_threadsafe(self.events.put_nowait, (self, event))
 
 
 class EngineThread:
   """Runs an engine in a thread; see the module.
 
   Attributes:
-    engine: the engine; other threads use only `rows`, `load` and `complete`,
-      which do not change its state.
+    engine: the engine; other threads use only `rows` and `load`, which do not
+      change its state.
     jobs: unfinished requests.
     failed: fatal error of the engine; None while it works.
   """
 
-  def __init__(self, engine: engine_lib.Engine):
-    """Starts a daemon thread."""
+  def __init__(self, engine: engine_lib.Engine, warm_up: Iterable[Any] = ()):
+    """Starts a daemon thread.
+
+    Args:
+      engine: the engine.
+      warm_up: steps of a preparation that are taken while no request is in
+        progress.
+    """
     self.engine, self.jobs = engine, set()
     self.failed: Exception | None = None
     self._calls: queue.SimpleQueue[Callable[[], None] | None] = (
       queue.SimpleQueue()
     )
     self._running: dict[int, Job] = {}
+    self._warm_up = iter(warm_up)
     self._thread = threading.Thread(target=self._run, daemon=True)
     self._thread.start()
 
-  def submit(self, request: engine_lib.Request, *, wants_tokens: bool) -> Job:
-    """Queues a request.
+  def submit(
+    self,
+    requests: Sequence[engine_lib.Request],
+    spans: Sequence[slice | None],
+    *,
+    wants_tokens: bool,
+  ) -> list[Job]:
+    """Queues the requests of a call.
 
     Args:
-      request: the request.
+      requests: the requests.
+      spans: `span` of the job of each request.
       wants_tokens: whether to also send new tokens as events.
 
     Returns:
-      The job, to be passed to `release`. Its last event is a completion or an
-      exception.
+      The jobs, to be passed to `release`. The last event of each is a
+      completion or an exception.
     """
-    job = Job(request, wants_tokens, asyncio.get_running_loop())
-    self.jobs.add(job)
-    self._calls.put(lambda: self._submit(job))
-    return job
+    shared = asyncio.get_running_loop(), asyncio.Queue()
+    jobs = [
+      Job(i, request, wants_tokens, span, *shared)
+      for i, (request, span) in enumerate(zip(requests, spans, strict=True))
+    ]
+    self.jobs.update(jobs)
+    for job in jobs:
+      self._calls.put(functools.partial(self._submit, job))
+    return jobs
 
-  def release(self, job: Job) -> None:
-    """Releases a job; cancels it if unfinished."""
+  def release(self, jobs: Sequence[Job]) -> None:
+    """Releases jobs; cancels those that are unfinished."""
     # Safe for finished jobs and repeated calls: the row may have another
     # request by then, but numbers are never reused.
-    self.jobs.discard(job)
-    self._calls.put(lambda: self._cancel(job))
+    self.jobs.difference_update(jobs)
+    for job in jobs:
+      self._calls.put(functools.partial(self._cancel, job))
 
   def close(self) -> None:
     """Ends the thread, as the process would abort while it computes."""
@@ -94,6 +126,9 @@ class EngineThread:
     try:
       if self.failed is not None:
         raise self.failed
+      if job.span:
+        scored = self.engine.score_prompt(job.request)
+        job.prompt = [scored.part(job.span.start, job.span.stop)]
       job.number = self.engine.submit(job.request)
       self._running[job.number] = job
     except Exception as error:
@@ -109,6 +144,9 @@ class EngineThread:
         # Block for calls only when idle; otherwise take the queued calls, so
         # that new requests fill free rows at the next step.
         while not (self._running and self._calls.empty()):
+          is_idle = self._calls.empty()
+          if is_idle and next(self._warm_up, self) is not self:
+            continue
           call = self._calls.get()
           if call is None:
             return
@@ -124,8 +162,7 @@ class EngineThread:
           job.post(error)
         self._running.clear()
 
-  def _on_tokens(self, number: int, tokens: np.ndarray) -> None:
+  def _on_tokens(self, number: int, tokens: engine_lib.Tokens) -> None:
     job = self._running[number]
     if job.wants_tokens:
-      # Copy, as a view would keep the tokens of all rows in memory.
-      job.post(tokens.copy())
+      job.post(tokens)

@@ -5,7 +5,7 @@ Requires starlette and uvicorn.
 
 import asyncio
 import collections
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 import contextlib
 import dataclasses
 import importlib.resources
@@ -43,6 +43,7 @@ class Served:
     opened: vocabularies.
     prompts: name -> prompt encoder of the model (first) and its adapters.
     limits: limits of a request.
+    trained_on_chats: whether the model was trained on conversations.
     run_prefix: whether to add the task prefix to prompts of token ids, as to
       texts.
     max_queue: maximum number of requests waiting for a row.
@@ -55,6 +56,7 @@ class Served:
   opened: vocabulary_pair.Opened
   prompts: Mapping[str, prompt_encoding.PromptEncoder]
   limits: protocol.Limits
+  trained_on_chats: bool = False
   run_prefix: bool = False
   max_queue: int = 64
   timeout: float = 300.0
@@ -69,14 +71,21 @@ class Service:
     draining: whether new requests are refused.
   """
 
-  def __init__(self, engine: engine_lib.Engine, served: Served):
+  def __init__(
+    self,
+    engine: engine_lib.Engine,
+    served: Served,
+    warm_up: Iterable[Any] = (),
+  ):
     """Starts the engine's thread.
 
     Args:
       engine: the engine, with a decoder of tokens.
       served: the model's name, vocabularies and limits.
+      warm_up: see `EngineThread`.
     """
-    self.thread, self.draining = engine_worker.EngineThread(engine), False
+    self.thread = engine_worker.EngineThread(engine, warm_up)
+    self.draining = False
     self._served, self._began = served, int(time.time())
     sides = served.opened.sides.values()
     self._chat = all(chat_format.find_template(side) for side in sides)
@@ -105,14 +114,20 @@ class Service:
       events = self._events(call, request)
       # Before the response begins, as later errors cannot set a status.
       first = await anext(events)
-      name = call.request.adapters or self._served.name
-      replies = protocol.Replies(call, name)
+      name = call.requests[0].adapters or self._served.name
+      replies = protocol.Replies(call, name, self._served.opened.decoder)
       if call.stream:
         lines = self._stream(call, first, events, replies)
         return responses.StreamingResponse(lines, media_type=_STREAM)
-      await events.aclose()
+      answers = [first, *[event async for event in events]]
+      answers.sort(key=lambda answer: answer[0].index)
       self._requests[200] += 1
-      return responses.JSONResponse(replies.body(first))
+      choices = [
+        replies.choice(job.index, x.text, [*job.prompt, x], x.ended, True)
+        for job, x in answers
+      ]
+      body = replies.body(choices, [x for _, x in answers])
+      return responses.JSONResponse(body)
     except protocol.ApiError as error:
       self._requests[error.status] += 1
       return refusal(error)
@@ -128,37 +143,41 @@ class Service:
       content,
       is_chat=is_chat,
       limits=served.limits,
-      prompts=served.prompts,
+      encoders=served.prompts,
       run_prefix=served.run_prefix,
     )
 
   async def _events(
     self, call: protocol.Call, request: requests.Request
-  ) -> AsyncIterator[Any]:
-    """Yields new tokens, if the call streams, and the completion.
+  ) -> AsyncIterator[tuple[engine_worker.Job, Any]]:
+    """Yields new tokens, if the call streams, and completions, with their job.
 
     Raises:
       ApiError: the queue is full, the request timed out, the engine failed, or
         the client disconnected.
     """
-    served, thread = self._served, self.thread
+    served, thread, count = self._served, self.thread, len(call.requests)
+    room = thread.engine.rows + served.max_queue
     # Count open requests, not the engine's load: the latest may still be in
     # its thread's queue.
-    if len(thread.jobs) >= thread.engine.rows + served.max_queue:
+    if len(thread.jobs) + count > room:
       raise protocol.ApiError(
-        429, f'{served.max_queue} requests are waiting; try again later.'
+        429,
+        f'{len(thread.jobs)} answers are computed or wait, {count} are asked'
+        f' for, and {room} have room; try again later, or ask for fewer.',
       )
     end = time.monotonic() + served.timeout
-    job = thread.submit(call.request, wants_tokens=call.stream)
+    spans = [x for _, x in call.echo if call.log_probs is not None]
+    spans = spans or [None] * count
+    jobs = thread.submit(call.requests, spans, wants_tokens=call.stream)
     # A client that does not read suspends this generator, and so the timeout
-    # below; the timer still frees the row.
-    timer = job.loop.call_later(served.timeout, thread.release, job)
+    # below; the timer still frees the rows.
+    timer = jobs[0].loop.call_later(served.timeout, thread.release, jobs)
     # Initialize both for `finally`, which cancels them.
     new = gone = asyncio.ensure_future(_disconnected(request))
-    event = None
     try:
-      while not isinstance(event, engine_lib.Completion):
-        new = asyncio.ensure_future(job.events.get())
+      while count:
+        new = asyncio.ensure_future(jobs[0].events.get())
         await asyncio.wait(
           {new, gone},
           timeout=max(0, end - time.monotonic()),
@@ -170,45 +189,54 @@ class Service:
           raise protocol.ApiError(
             504, f'the request took more than {served.timeout:g} seconds.'
           )
-        event = new.result()
+        job, event = new.result()
         if isinstance(event, errors.UserError):
           raise protocol.ApiError(400, str(event))
         if isinstance(event, Exception):
           raise protocol.ApiError(500, 'the engine failed.')
         if isinstance(event, engine_lib.Completion):
-          self._tokens['prompt'] += len(call.request.tokens)
+          self._tokens['prompt'] += len(job.request.tokens)
           self._tokens['generated'] += len(event.tokens)
-        yield event
+          count -= 1
+        yield job, event
     finally:
       timer.cancel()
       new.cancel()
       gone.cancel()
-      thread.release(job)
+      thread.release(jobs)
 
   async def _stream(
     self,
     call: protocol.Call,
-    event: Any,
-    events: AsyncIterator[Any],
+    event: tuple[engine_worker.Job, Any],
+    events: AsyncIterator[tuple[engine_worker.Job, Any]],
     replies: protocol.Replies,
   ) -> AsyncIterator[str]:
-    status, is_first = _GONE, True
-    text = text_stream.TextStream(
-      self._served.opened.decoder,
-      lambda tokens: self.thread.engine.complete(tokens, tokens * 0.0).text,
-      call.request.stop,
-    )
+    status, begun, completions = _GONE, set(), []
+    decode = self._served.opened.decoder.decode_generated
+    texts = [
+      text_stream.TextStream(self._served.opened.decoder, decode, x.stop)
+      for x in call.requests
+    ]
     async with contextlib.aclosing(events):
       try:
-        while not isinstance(event, engine_lib.Completion):
-          if (new := text.add(event)) or is_first:
-            yield _line(replies.chunk(new, first=is_first))
-            is_first = False
-          event = await anext(events)
-        new = text.send(event.text)
-        yield _line(replies.chunk(new, event.ended, first=is_first))
+        while event:
+          job, new = event
+          text, is_first = texts[job.index], job.index not in begun
+          parts, ended = [*job.prompt] if is_first else [], None
+          if isinstance(new, engine_lib.Completion):
+            text, ended = text.send(new.text), new.ended
+            completions.append(new)
+          else:
+            text = text.add(new.tokens)
+            parts.append(new)
+          if text or is_first or ended or call.log_probs is not None:
+            begun.add(job.index)
+            choice = replies.choice(job.index, text, parts, ended, is_first)
+            yield _line(replies.body([choice]))
+          event = await anext(events, None)
         if call.include_usage:
-          yield _line(replies.usage(event))
+          yield _line(replies.body([], completions))
         status = 200
       except protocol.ApiError as error:
         # The response has begun with status 200: send the error as an event.
@@ -227,6 +255,7 @@ class Service:
     status = 'stopping' if self.draining else 'ok'
     status = 'failed' if self.thread.failed else status
     body = {'status': status, 'model': self._served.name, 'chat': self._chat}
+    body['trained_on_chats'] = self._served.trained_on_chats
     body['step'] = self._served.step
     return responses.JSONResponse(body, 200 if status == 'ok' else 503)
 

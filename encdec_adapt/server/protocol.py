@@ -4,7 +4,7 @@ A field is supported, ignored because it has no effect, or refused. This module
 must not import the HTTP application or the engine's thread.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import json
 import secrets
@@ -17,6 +17,8 @@ from encdec_adapt.base import errors
 from encdec_adapt.generation import prompt_encoding
 from encdec_adapt.inference import engine as engine_lib
 from encdec_adapt.inference import sampling as sampling_lib
+from encdec_adapt.server import log_probs
+from encdec_adapt.tokenizers import vocabulary
 
 _LARGEST = 2**31 - 1  # Options are int32 on the devices.
 
@@ -45,11 +47,13 @@ class Limits:
   Attributes:
     max_prompt: maximum tokens of a prompt, including BOS.
     max_tokens: maximum tokens to generate.
+    rows: maximum choices of a prompt.
     context: maximum tokens of prompt plus continuation; None for no limit.
   """
 
   max_prompt: int
   max_tokens: int
+  rows: int
   context: int | None = None
 
 
@@ -58,16 +62,24 @@ class Call:
   """A parsed request.
 
   Attributes:
-    request: prompt and options for the engine.
+    requests: requests for the engine: `n` for each prompt, in order.
+    n: number of choices of a prompt.
     is_chat: whether the endpoint is /v1/chat/completions.
     stream: whether to stream the text.
     include_usage: whether a stream ends with token counts.
+    log_probs: number of likeliest tokens to report beside the log-probability
+      of each token; None for no log-probabilities.
+    echo: text and slice of the client's tokens of the prompt of each request,
+      to begin its choice with; empty for none.
   """
 
-  request: engine_lib.Request
+  requests: Sequence[engine_lib.Request]
+  n: int
   is_chat: bool
   stream: bool
   include_usage: bool
+  log_probs: int | None
+  echo: Sequence[tuple[str, slice]]
 
 
 def _is_id(value: Any) -> bool:
@@ -77,6 +89,11 @@ def _is_id(value: Any) -> bool:
 
 def _is_text(value: Any) -> bool:
   return isinstance(value, str) and bool(value)
+
+
+def is_text_or_ids(value: Any) -> bool:
+  """Returns whether a value is a text or a list of ids, not empty."""
+  return _is_text(value) or _are(_is_id, _LARGEST)(value)
 
 
 def _are(check: Callable[[Any], bool], limit: int) -> Callable[[Any], bool]:
@@ -96,29 +113,46 @@ _NUMBER = (
   lambda value: type(value) in (int, float) and abs(value) <= _LARGEST,
   'a number',
 )
+_FLAG = (lambda value: isinstance(value, bool), 'true or false')
+_TOP = (
+  lambda value: type(value) is int and 0 <= value <= sampling_lib.MOST_TOP,
+  f'an integer of 0 to {sampling_lib.MOST_TOP}',
+)
 _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-  'prompt': (
-    lambda value: _is_text(value) or _are(_is_id, _LARGEST)(value),
-    'a text or a list of token ids, not empty',
-  ),
-  'messages': (lambda value: isinstance(value, list), 'a list of messages'),
   'max_tokens': _COUNT,
   'max_completion_tokens': _COUNT,
   'temperature': _NUMBER,
   'top_p': _NUMBER,
   'min_p': _NUMBER,
+  'presence_penalty': _NUMBER,
+  'frequency_penalty': _NUMBER,
+  'n': _COUNT,
   'top_k': _COUNT,
   'seed': (lambda value: type(value) is int, 'an integer'),
   'stop': (
     lambda value: value == [] or _is_text(value) or _are(_is_text, 16)(value),
     'a text or a list of at most 16 texts, none empty',
   ),
-  'stream': (lambda value: isinstance(value, bool), 'true or false'),
+  'stream': _FLAG,
   'stream_options': (lambda value: isinstance(value, dict), 'an object'),
 }
+_COMPLETION_FIELDS = _FIELDS | {
+  'prompt': (
+    lambda value: is_text_or_ids(value) or _are(is_text_or_ids, 2048)(value),
+    'a text, a list of token ids, or a list of at most 2048 of those, none'
+    ' empty',
+  ),
+  'logprobs': _TOP,
+  'echo': _FLAG,
+}
+_CHAT_FIELDS = _FIELDS | {
+  'messages': (lambda value: isinstance(value, list), 'a list of messages'),
+  'logprobs': _FLAG,
+  'top_logprobs': _TOP,
+}
 # Supported only with OpenAI's default value, which clients may send.
-_NEUTRAL = {'n': 1, 'presence_penalty': 0, 'frequency_penalty': 0}
-_NEUTRAL |= {'logprobs': False}
+_NEUTRAL = {'best_of': 1, 'logit_bias': {}, 'tools': []}
+_NEUTRAL |= {'response_format': {'type': 'text'}}
 _HARMLESS = {'model', 'user', 'metadata', 'store'}
 
 
@@ -127,35 +161,77 @@ def parse(
   *,
   is_chat: bool,
   limits: Limits,
-  prompts: Mapping[str, prompt_encoding.PromptEncoder],
+  encoders: Mapping[str, prompt_encoding.PromptEncoder],
   run_prefix: bool = False,
 ) -> Call:
-  """Parses and encodes the body of a request.
+  """Parses the body of a request and encodes its prompts.
 
   Args:
     content: the body.
     is_chat: whether the body has messages instead of a prompt.
     limits: limits of prompt and continuation.
-    prompts: name -> prompt encoder of the model (first) and its adapters.
+    encoders: name -> prompt encoder of the model (first) and its adapters.
       `model` must be a name in it; any name is accepted without adapters.
-    run_prefix: whether to add the task prefix to a prompt of token ids.
+    run_prefix: whether to add the task prefix to prompts of token ids.
 
   Raises:
     ApiError: the request is malformed or exceeds the limits; names the field.
   """
   field = 'messages' if is_chat else 'prompt'
   fields = _read_fields(content, field)
-  first, *adapters = prompts
+  first, *adapters = encoders
   model = (adapters and fields.get('model')) or first
   if model not in [first, *adapters]:
-    names = ', '.join(prompts)
+    names = ', '.join(encoders)
     raise ApiError(404, f'model is {model!r}; it must be of {names}.', 'model')
-  prompt = _encode(fields[field], field, prompts[model], run_prefix)
+  texts = [_messages(fields[field])] if is_chat else fields[field]
+  texts = [texts] if is_text_or_ids(texts) else texts
+  prompts = [_encode(x, field, encoders[model], run_prefix) for x in texts]
+  count, top = fields.get('n', 1), fields.get('logprobs')
+  if count > limits.rows:
+    message = f'n is {count}; --batch_size of the server is {limits.rows}.'
+    raise ApiError(400, message, 'n')
+  if is_chat:
+    top = fields.get('top_logprobs', 0) if top else None
+    if top is None and 'top_logprobs' in fields:
+      raise ApiError(400, 'top_logprobs needs logprobs.', 'top_logprobs')
+  stop = fields.get('stop', ())
+  stop = (stop,) if isinstance(stop, str) else tuple(stop)
+  adapter = model if model in adapters else ''
+  try:
+    options = [_sampling(fields, i, top or 0) for i in range(count)]
+    requests = [
+      engine_lib.Request(tokens, max_tokens, x, stop, adapter)
+      for tokens, *_ in prompts
+      for max_tokens in [_max_tokens(fields, tokens, field, limits)]
+      for x in options
+    ]
+  except errors.UserError as error:
+    # Messages begin with the name of the option, which equals the field's.
+    first = str(error).split()[0]
+    param = first if first in fields else None
+    raise ApiError(400, str(error), param) from None
+  usage = bool(fields.get('stream_options', {}).get('include_usage'))
+  wants_echo = fields.get('echo', False)
+  echo = [x[1:] for x in prompts for _ in options if wants_echo]
+  stream = fields.get('stream', False)
+  return Call(requests, count, is_chat, stream, usage, top, echo)
+
+
+def _max_tokens(
+  fields: Mapping[str, Any], prompt: np.ndarray, field: str, limits: Limits
+) -> int:
+  """Returns the tokens to generate after a prompt.
+
+  Raises:
+    ApiError: they, the prompt, or their sum exceed a limit.
+  """
   name = 'max_tokens' if 'max_tokens' in fields else 'max_completion_tokens'
   max_tokens = fields.get(name)
   if max_tokens is None:
     # OpenAI's defaults: 16 for completions, and no limit for chats (here the
     # server's limit, or the rest of the context).
+    is_chat = field == 'messages'
     max_tokens = limits.max_tokens if is_chat else min(16, limits.max_tokens)
     if is_chat and limits.context:
       max_tokens = max(1, min(max_tokens, limits.context - len(prompt)))
@@ -168,23 +244,7 @@ def parse(
       raise ApiError(
         400, f'{of}: {number} tokens are asked for; at most {limit} fit.', of
       )
-  stop = fields.get('stop', ())
-  stop = (stop,) if isinstance(stop, str) else tuple(stop)
-  try:
-    request = engine_lib.Request(
-      prompt,
-      max_tokens,
-      _sampling(fields),
-      stop,
-      model if model in adapters else '',
-    )
-  except errors.UserError as error:
-    # Messages begin with the name of the option, which equals the field's.
-    first = str(error).split()[0]
-    param = first if first in fields else None
-    raise ApiError(400, str(error), param) from None
-  usage = bool(fields.get('stream_options', {}).get('include_usage'))
-  return Call(request, is_chat, fields.get('stream', False), usage)
+  return max_tokens
 
 
 def parse_object(content: bytes) -> dict[str, Any]:
@@ -207,11 +267,11 @@ def _read_fields(content: bytes, field: str) -> dict[str, Any]:
   fields = parse_object(content)
   if field not in fields:
     raise ApiError(400, f'{field} is missing; it is required.', field)
-  supported = _FIELDS.keys() - {'prompt', 'messages'} | {field}
+  supported = _CHAT_FIELDS if field == 'messages' else _COMPLETION_FIELDS
   for name, value in fields.items():
     fault = None
     if name in supported:
-      check, requirement = _FIELDS[name]
+      check, requirement = supported[name]
       fault = None if check(value) else f'it must be {requirement}'
     elif name in _NEUTRAL:
       # Compare types too, as 0 equals False.
@@ -226,90 +286,155 @@ def _read_fields(content: bytes, field: str) -> dict[str, Any]:
   return fields
 
 
+def _messages(messages: list[Any]) -> list[Any]:
+  """Returns messages as `chat_format` reads them: texts, without nulls."""
+  result = []
+  for i, message in enumerate(messages, 1):
+    if isinstance(message, dict):
+      # Clients send answers back, with fields that are null.
+      message = {k: x for k, x in message.items() if x is not None}
+      if message.get('role') == 'developer':
+        message['role'] = 'system'
+      if isinstance(parts := message.get('content'), list):
+        message['content'] = ''.join(_part(part, i) for part in parts)
+    result.append(message)
+  return result
+
+
+def _part(part: Any, number: int) -> str:
+  """Returns the text of a part of a message."""
+  part = part if isinstance(part, dict) else {'type': part}
+  if part.get('type') == 'text' and isinstance(part.get('text'), str):
+    return part['text']
+  raise ApiError(
+    400,
+    f'messages: message {number} has a part of type'
+    f' {json.dumps(part.get("type"))[:80]}; the model reads only parts'
+    ' {"type": "text", "text": TEXT}.',
+    'messages',
+  )
+
+
 def _encode(
   prompt: Any,
   field: str,
-  prompts: prompt_encoding.PromptEncoder,
+  encoder: prompt_encoding.PromptEncoder,
   run_prefix: bool,
-) -> np.ndarray:
-  """Returns the framed token ids of the prompt, int32 [n]."""
+) -> tuple[np.ndarray, str, slice]:
+  """Returns framed token ids, int32 [n], the text, and the client's tokens."""
+  reader = encoder.reader
   try:
-    if field == 'messages' or isinstance(prompt, str):
-      return prompts.encode(prompt)
+    if field == 'messages':
+      return encoder.encode(prompt), '', slice(0)
+    if isinstance(prompt, str):
+      tokens, count = encoder.encode(prompt), len(reader.encode(prompt))
+      return tokens, prompt, encoder.span(tokens, count)
   except errors.UserError as error:
     raise ApiError(400, f'{field}: {error}', field) from None
   # Clients may send token ids with or without framing.
-  ids = prompts.unframed(prompt)
+  ids = encoder.unframed(prompt)
   if run_prefix:
-    ids = [*prompts.reader.encode(prompts.prefix), *ids]
-  return prompts.frame(ids)
+    ids = [*reader.encode(encoder.prefix), *ids]
+  tokens = encoder.frame(ids)
+  text = reader.decode([i for i in prompt if i < reader.size])
+  return tokens, text, encoder.span(tokens, len(prompt))
 
 
-def _sampling(fields: Mapping[str, Any]) -> sampling_lib.SamplingConfig:
-  """Returns the sampling options; OpenAI's default temperature is 1."""
+def _sampling(
+  fields: Mapping[str, Any], index: int, top: int
+) -> sampling_lib.SamplingConfig:
+  """Returns the options of a choice; OpenAI's default temperature is 1."""
   temperature = fields.get('temperature', 1.0)
+  # The first choice is that of a request for one.
+  seed = fields.get('seed', secrets.randbits(32))
   drawn = sampling_lib.SamplingConfig(
     temperature or 1.0,
     fields.get('top_k'),
     fields.get('top_p'),
     # Clients send 0 for no filter.
     fields.get('min_p') or None,
-    seed=fields.get('seed', secrets.randbits(32)),
+    seed=sampling_lib.seed_of(seed, index) if index else seed,
+    presence_penalty=fields.get('presence_penalty', 0.0),
+    frequency_penalty=fields.get('frequency_penalty', 0.0),
+    top_log_probs=top,
   )
   # Filters have no effect at temperature 0, but are still checked.
-  return drawn if temperature else sampling_lib.SamplingConfig()
+  greedy = {'temperature': 0.0, 'top_k': None, 'top_p': None, 'min_p': None}
+  return drawn if temperature else dataclasses.replace(drawn, **greedy)
 
 
 class Replies:
   """Makes the bodies of responses to a call."""
 
-  def __init__(self, call: Call, model: str):
+  def __init__(self, call: Call, model: str, writer: vocabulary.Vocabulary):
     """Assigns an id, shared by all events of a stream.
 
     Args:
       call: the request.
       model: name of the model.
+      writer: vocabulary of the generated tokens.
     """
-    self._call = call
+    self._call, self._writer = call, writer
     name = 'chat.completion' if call.is_chat else 'text_completion'
     name += '.chunk' if call.is_chat and call.stream else ''
     self._head = {'id': f'cmpl-{secrets.token_hex(12)}', 'object': name}
     self._head |= {'created': int(time.time()), 'model': model}
+    start = bool(call.echo) or writer.ids.ends_with_eos
+    self._offsets = [
+      log_probs.Offsets(writer, start=start) for _ in call.requests
+    ]
 
-  def body(self, completion: engine_lib.Completion) -> dict[str, Any]:
-    """Returns the body of a non-streaming response."""
-    message = {'message': {'role': 'assistant', 'content': completion.text}}
-    content = message if self._call.is_chat else {'text': completion.text}
-    choices = [_choice(content, completion.ended)]
-    return {**self._head, 'choices': choices, 'usage': self._usage(completion)}
-
-  def chunk(
-    self, text: str, ended: str | None = None, *, first: bool = False
+  def body(
+    self,
+    choices: Sequence[dict[str, Any]],
+    completions: Sequence[engine_lib.Completion] = (),
   ) -> dict[str, Any]:
-    """Returns an event of a stream.
+    """Returns a response or an event; with token counts of completions."""
+    body = {**self._head, 'choices': choices}
+    if completions:
+      call = self._call
+      prompt = sum(len(x.tokens) for x in call.requests[:: call.n])
+      new = sum(len(x.tokens) for x in completions)
+      counts = {'prompt_tokens': prompt, 'completion_tokens': new}
+      body['usage'] = {**counts, 'total_tokens': prompt + new}
+    return body
+
+  def choice(
+    self,
+    index: int,
+    text: str,
+    parts: Sequence[engine_lib.Tokens],
+    ended: str | None,
+    is_first: bool,
+  ) -> dict[str, Any]:
+    """Returns a choice, or an event's part of it.
 
     Args:
+      index: index of the choice.
       text: new text.
+      parts: new tokens; the first part is of the prompt if its text is echoed
+        and it was scored.
       ended: reason of the completion's end; None before the end.
-      first: whether this is the first event, which has the role.
+      is_first: whether this is the first part, with the role or the echo.
     """
-    content = {'text': text}
-    if self._call.is_chat:
-      role = {'role': 'assistant'} if first else {}
-      content = {'delta': {**role, 'content': text}}
-    return {**self._head, 'choices': [_choice(content, ended)]}
-
-  def usage(self, completion: engine_lib.Completion) -> dict[str, Any]:
-    """Returns the event with token counts."""
-    return {**self._head, 'choices': [], 'usage': self._usage(completion)}
-
-  def _usage(self, completion: engine_lib.Completion) -> dict[str, int]:
-    prompt, new = len(self._call.request.tokens), len(completion.tokens)
-    counts = {'prompt_tokens': prompt, 'completion_tokens': new}
-    return {**counts, 'total_tokens': prompt + new}
-
-
-def _choice(content: Mapping[str, Any], ended: str | None) -> dict[str, Any]:
-  # OpenAI uses the same reason for EOS and for a stop string.
-  reason = 'stop' if ended == 'eos' else ended
-  return {'index': 0, **content, 'logprobs': None, 'finish_reason': reason}
+    call = self._call
+    if call.is_chat:
+      content = {'role': 'assistant'} if is_first else {}
+      content |= {'content': text}
+      content = {'delta' if call.stream else 'message': content}
+    else:
+      echo = call.echo[index][0] if call.echo and is_first else ''
+      content = {'text': echo + text}
+    values, tokens = None, []
+    if call.log_probs is not None and parts:
+      for part in parts:
+        tokens += log_probs.read(self._writer, part, call.log_probs)
+      values = log_probs.of_chat(tokens)
+      if not call.is_chat:
+        ids = np.concatenate([x.tokens for x in parts]).tolist()
+        offsets = map(self._offsets[index].add, ids)
+        values = log_probs.of_completion(tokens, offsets)
+    # OpenAI uses the same reason for EOS and for a stop string.
+    reason = 'stop' if ended == 'eos' else ended
+    content |= {'logprobs': values, 'finish_reason': reason}
+    return {'index': index, **content}

@@ -144,6 +144,23 @@ def test_a_penalty_lowers_what_was_seen():
   )
 
 
+def test_presence_and_frequency_penalties_count_generated_tokens():
+  configs = [
+    sampling.SamplingConfig(),
+    sampling.SamplingConfig(presence_penalty=0.5),
+    sampling.SamplingConfig(frequency_penalty=-0.25),
+    sampling.SamplingConfig(presence_penalty=1.0, frequency_penalty=2.0),
+  ]
+  # The third token is of an earlier request, or not generated yet.
+  tokens, counts = jnp.array([[1, 1, 2]] * 4), jnp.array([2, 2, 2, 3])
+  lower = sampling.penalise_generated(
+    jnp.zeros((4, 4)), tokens, counts, sampling.stack(configs)
+  )
+  np.testing.assert_array_equal(
+    lower, [[0, 0, 0, 0], [0, -0.5, 0, 0], [0, 0.5, 0, 0], [0, -5, -3, 0]]
+  )
+
+
 def test_draws_follow_the_distribution_and_the_keys():
   logits = jnp.tile(_log(0.6, 0.3, 0.1), (4000, 1))
   keys = jax.random.split(jax.random.key(1), 4000)
@@ -169,6 +186,9 @@ def test_draws_follow_the_distribution_and_the_keys():
     {'temperature': 1.0, 'min_p': 1.5},
     {'repetition_penalty': 0.0},
     {'seed': -1},
+    {'presence_penalty': 2.1},
+    {'top_log_probs': 6},
+    {'frequency_penalty': float('nan')},
     {'top_k': 5},
     {'top_p': 0.5},
     {'min_p': 0.5},

@@ -48,14 +48,33 @@ def test_vectors_are_those_of_the_model(model, service):
     assert not service.jobs
 
 
+def test_token_ids_embed_like_their_text(model, service):
+  client = testclient.TestClient(service.app, 'http://localhost')
+  ids = [model.tokenizer.encode(text).tolist() for text in TEXTS]
+  ids[1].insert(0, model.tokenizer.bos)  # With framing, or without.
+  want = client.post(URL, json={'input': TEXTS}).json()
+  for body, count in (({'input': ids}, 3), ({'input': ids[0]}, 1)):
+    got = client.post(URL, json=body).json()
+    vectors, expected = (
+      [x['embedding'] for x in answer['data']] for answer in (got, want)
+    )
+    np.testing.assert_allclose(vectors, expected[:count], atol=1e-6)
+  assert got['usage']['prompt_tokens'] == len(ids[0])
+
+
 @pytest.mark.parametrize(
   'body, message',
   [
     ({}, 'input must be a text'),
     ({'input': ['x', '']}, 'input must be a text'),
-    ({'input': [[1, 2]]}, 'input must be a text or texts, not [[1, 2]]'),
-    ({'input': 5}, 'input must be a text or texts, not 5'),
-    ({'input': {'a': 1}}, 'input must be a text or texts, not {"a": 1}'),
+    ({'input': [[1, 2], []]}, 'list of those, not [[1, 2], []]'),
+    ({'input': [[1, -2]]}, 'list of those, not [[1, -2]]'),
+    ({'input': [1, 10**6]}, 'must be of token ids below'),
+    (
+      {'input': 5},
+      'input must be a text, token ids, or a list of those, not 5',
+    ),
+    ({'input': {'a': 1}}, 'list of those, not {"a": 1}'),
     ({'input': 'x\ud800'}, 'lone surrogate'),
     ({'input': 'x', 'dimensions': 4.0}, 'dimensions must be 12, 4, not 4.0'),
     ({'input': 'x', 'dimensions': [4]}, 'dimensions must be 12, 4, not [4]'),

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 
+import jax
 import numpy as np
 import pytest
 
@@ -16,7 +17,13 @@ testclient = pytest.importorskip('starlette.testclient')
 
 from encdec_adapt.generation import prompt_encoding  # noqa: E402
 from encdec_adapt.inference import engine as engine_lib  # noqa: E402
-from encdec_adapt.server import http_app, origins, protocol, text_stream  # noqa: E402
+from encdec_adapt.server import (  # noqa: E402
+  http_app,
+  log_probs,
+  origins,
+  protocol,
+  text_stream,
+)
 from encdec_adapt.tokenizers import byte_vocabulary  # noqa: E402
 from tests import tiny, toy_models  # noqa: E402
 
@@ -33,14 +40,14 @@ def loaded(tmp_path_factory):
   return toy_models.save(tmp_path_factory.mktemp('models') / 'pair', config)
 
 
-def _service(loaded, *, rows=2, adapters=(), **options):
+def _service(loaded, *, rows=2, adapters=(), warm_up=(), **options):
   made = loaded.engine(rows=rows, steps=4)
-  limits = protocol.Limits(max_prompt=40, max_tokens=4000)
+  limits = protocol.Limits(max_prompt=40, max_tokens=4000, rows=rows)
   opened = loaded.stored.open_vocabularies()
   encoder = prompt_encoding.PromptEncoder(loaded.stored)
   prompts = dict.fromkeys(('pair', *adapters), encoder)
   served = http_app.Served('pair', 7, opened, prompts, limits, **options)
-  return http_app.Service(made, served)
+  return http_app.Service(made, served, warm_up)
 
 
 @pytest.fixture(scope='module')
@@ -50,6 +57,15 @@ def service(loaded):
 
 def _client(service):
   return testclient.TestClient(service.app, 'http://localhost')
+
+
+@pytest.fixture(scope='module')
+def decoder(tmp_path_factory):
+  """A decoder-only model of random weights."""
+  stack = toy_models.stack(vocab_size=toy_models.GEMMA_SIZE)
+  config = toy_models.pair_and_decoder(stack)['decoder_only']
+  folder = tmp_path_factory.mktemp('models') / 'decoder'
+  return toy_models.save(folder, config)
 
 
 @pytest.fixture(scope='module')
@@ -138,11 +154,11 @@ def test_texts_have_the_prefix_and_ids_where_it_is_wanted(loaded):
     call = protocol.parse(
       json.dumps({'prompt': prompt}).encode(),
       is_chat=False,
-      limits=protocol.Limits(40, 40),
-      prompts={'pair': prompts},
+      limits=protocol.Limits(40, 40, 2),
+      encoders={'pair': prompts},
       run_prefix=run_prefix,
     )
-    assert call.request.tokens.tolist() == [prompts.reader.bos, *want]
+    assert call.requests[0].tokens.tolist() == [prompts.reader.bos, *want]
 
 
 def test_draws_are_of_the_seed(client):
@@ -165,12 +181,215 @@ def test_chats(client):
   assert ''.join(d['content'] for d in deltas) == message['content']
 
 
+def test_lists_and_choices_are_those_of_single_requests(loaded, client):
+  body = {'max_tokens': 6, 'seed': 3, 'logprobs': 1, 'prompt': PROMPTS}
+  alone = [
+    client.post(COMPLETIONS, json=body | {'prompt': prompt, 'n': 2}).json()
+    for prompt in PROMPTS
+  ]
+  want = [choice for answer in alone for choice in answer['choices']]
+  assert want[0]['text'] != want[1]['text']
+  answer = client.post(COMPLETIONS, json=body | {'n': 2}).json()
+  assert [x['index'] for x in answer['choices']] == [*range(6)]
+  assert [x['text'] for x in answer['choices']] == [x['text'] for x in want]
+  assert answer['usage'] == {
+    name: sum(x['usage'][name] for x in alone) for name in answer['usage']
+  }
+  first = client.post(COMPLETIONS, json=body | {'prompt': PROMPTS[0]}).json()
+  assert first['choices'][0] == alone[0]['choices'][0]
+  vocabulary = loaded.stored.open_vocabularies().encoder
+  ids = [vocabulary.encode(x).tolist() for x in PROMPTS]
+  for prompt in (ids, [*ids[:2], PROMPTS[2]]):
+    again = client.post(COMPLETIONS, json=body | {'prompt': prompt}).json()
+    assert [x['text'] for x in again['choices']] == [
+      x['text'] for x in want[::2]
+    ]
+  # A stream has the parts of all choices.
+  body |= {'n': 2, 'stream': True, 'stream_options': {'include_usage': True}}
+  *chunks, usage = _events(client.post(COMPLETIONS, json=body))
+  assert usage['usage'] == answer['usage']
+  for i, choice in enumerate(answer['choices']):
+    parts = [x['choices'][0] for x in chunks if x['choices'][0]['index'] == i]
+    assert ''.join(x['text'] for x in parts) == choice['text']
+    assert parts[-1]['finish_reason'] == choice['finish_reason']
+    log_probs = [x['logprobs'] for x in parts if x['logprobs']]
+    for name, values in choice['logprobs'].items():
+      assert sum((x[name] for x in log_probs), []) == values
+
+
+def test_log_probs_are_the_models(loaded, client):
+  want = _expected(loaded, 'The', max_tokens=9)
+  # Penalties change which token is chosen, not the log-probabilities.
+  for change in ({}, {'frequency_penalty': 2, 'presence_penalty': -1}):
+    body = {'max_tokens': 9, 'temperature': 0, 'prompt': 'The', **change}
+    answer = client.post(COMPLETIONS, json=body | {'logprobs': 3}).json()
+    [choice] = answer['choices']
+    columns = choice['logprobs']
+    assert columns['text_offset'][0] == 0
+    if not change:
+      np.testing.assert_allclose(
+        columns['token_logprobs'], want.log_probs, atol=1e-5
+      )
+    for i, top in enumerate(columns['top_logprobs']):
+      assert top[columns['tokens'][i]] == columns['token_logprobs'][i]
+      values = list(top.values())[:3]
+      assert max(values) == max(top.values())
+      assert len(top) in (3, 4)
+      if not change:
+        assert top[columns['tokens'][i]] == max(values)
+  body = {**CHAT, 'max_tokens': 4, 'temperature': 0, 'logprobs': True}
+  for count in (0, 5):
+    answer = client.post(CHATS, json=body | {'top_logprobs': count}).json()
+    content = answer['choices'][0]['logprobs']['content']
+    assert len(content) == answer['usage']['completion_tokens']
+    for entry in content:
+      top = entry['top_logprobs']
+      assert len(top) == count
+      assert top[:1] in ([], [{k: entry[k] for k in top[0]}] if top else [])
+      values = [x['logprob'] for x in top]
+      assert values == sorted(values, reverse=True)
+  assert client.post(CHATS, json=body).json()['choices'][0]['logprobs']
+  streamed = _events(client.post(CHATS, json=body | {'stream': True}))
+  entries = [x['choices'][0]['logprobs'] for x in streamed]
+  assert sum((x['content'] for x in entries if x), []) == [
+    entry | {'top_logprobs': []} for entry in content
+  ]
+
+
+def test_offsets_of_bytes_of_a_character(loaded):
+  vocabulary = loaded.stored.open_vocabularies().decoder
+  ids = vocabulary.encode('a \U0001f9ed b')
+  offsets = log_probs.Offsets(vocabulary, start=True)
+  tokens = engine_lib.Tokens(ids, np.zeros(len(ids), np.float32))
+  scored = log_probs.read(vocabulary, tokens, 0)
+  columns = log_probs.of_completion(scored, map(offsets.add, ids.tolist()))
+  bytes_of = [f'<0x{x:02X}>' for x in '\U0001f9ed'.encode()]
+  start = columns['tokens'].index(bytes_of[0])
+  assert columns['tokens'][start : start + 4] == bytes_of
+  assert columns['text_offset'][start : start + 5] == [2, 2, 2, 2, 3]
+  content = log_probs.of_chat(scored)['content']
+  sent = bytes(sum((x['bytes'] for x in content), []))
+  assert sent.decode() == 'a \U0001f9ed b'
+
+
+def test_the_prompt_is_echoed(client):
+  body = {'prompt': 'Cats é', 'max_tokens': 5, 'temperature': 0}
+  [plain] = client.post(COMPLETIONS, json=body).json()['choices']
+  body |= {'echo': True}
+  [choice] = client.post(COMPLETIONS, json=body).json()['choices']
+  assert choice == plain | {'text': 'Cats é' + plain['text']}
+  chunks = _events(client.post(COMPLETIONS, json=body | {'stream': True}))
+  texts = [chunk['choices'][0]['text'] for chunk in chunks]
+  assert ''.join(texts) == choice['text']
+  # An encoder reads the prompt of a pair.
+  answer = client.post(COMPLETIONS, json=body | {'logprobs': 0})
+  assert answer.status_code == 400
+  assert 'encdec_adapt.evaluate' in answer.json()['error']['message']
+  assert client.get('/health').status_code == 200
+
+
+def test_the_prompt_of_a_decoder_has_log_probs(decoder):
+  vocabulary = decoder.stored.open_vocabularies().decoder
+  text = 'The quick brown cat'
+  ids = vocabulary.encode(text).tolist()
+  framed = np.array([[vocabulary.bos, *ids]])
+  want = np.array(jax.nn.log_softmax(decoder.logits(framed)))[0]
+  values = np.take_along_axis(want[:-1], framed[0, 1:, None], axis=1)[:, 0]
+  with _client(_service(decoder)) as client:
+    body = {'max_tokens': 3, 'temperature': 0, 'logprobs': 2}
+    [plain] = client.post(COMPLETIONS, json=body | {'prompt': text}).json()[
+      'choices'
+    ]
+    body |= {'echo': True}
+    answers = [
+      client.post(COMPLETIONS, json=body | {'prompt': prompt}).json()
+      for prompt in (text, ids, framed[0].tolist())
+    ]
+    [choice] = answers[0]['choices']
+    assert choice == answers[1]['choices'][0]
+    assert choice['text'] == text + plain['text']
+    columns, count = choice['logprobs'], len(ids)
+    assert len(columns['tokens']) == count + 3
+    for name in ('tokens', 'token_logprobs', 'top_logprobs'):
+      assert columns[name][count:] == plain['logprobs'][name]
+    np.testing.assert_allclose(
+      columns['token_logprobs'][:count], values, atol=1e-4
+    )
+    offsets = columns['text_offset']
+    pieces = [
+      text[a:b] for a, b in zip(offsets, offsets[1:count], strict=False)
+    ]
+    assert pieces == columns['tokens'][: count - 1]
+    assert offsets[count] == len(text)
+    for i, top in enumerate(columns['top_logprobs'][:count]):
+      likeliest = want[i, : vocabulary.size].max()
+      np.testing.assert_allclose(max(top.values()), likeliest, atol=1e-4)
+    # With BOS, which has no predecessors.
+    [with_bos] = answers[2]['choices']
+    assert with_bos['text'] == choice['text']
+    first, *rest = with_bos['logprobs']['token_logprobs']
+    assert (first, rest) == (None, columns['token_logprobs'])
+    assert with_bos['logprobs']['text_offset'][1:] == offsets
+    chunks = _events(
+      client.post(COMPLETIONS, json=body | {'prompt': text, 'stream': True})
+    )
+    parts = [x['choices'][0]['logprobs'] for x in chunks]
+    for name, values in columns.items():
+      assert sum((x[name] for x in parts if x), []) == values
+
+
+def test_penalties_count_generated_tokens(client):
+  body = {'prompt': 'The', 'max_tokens': 24, 'temperature': 0, 'logprobs': 0}
+
+  def most(change):
+    answer = client.post(COMPLETIONS, json=body | change).json()
+    tokens = answer['choices'][0]['logprobs']['tokens']
+    return max(map(tokens.count, tokens))
+
+  assert most({}) > 2
+  assert most({'frequency_penalty': 2}) < most({})
+  assert most({'presence_penalty': -2}) >= most({})
+
+
+def test_content_parts_and_the_role_developer(client):
+  text = lambda *texts: [{'type': 'text', 'text': x} for x in texts]  # noqa: E731
+  body = {'max_tokens': 6, 'temperature': 0}
+  plain, spoken = (
+    [
+      {'role': first, 'content': wrap('x')},
+      {'role': 'user', 'content': wrap('a', 'b')},
+      {'role': 'assistant', 'content': wrap('y'), **extra},
+      {'role': 'user', 'content': wrap('z')},
+    ]
+    for first, wrap, extra in (
+      ('system', lambda *texts: ''.join(texts), {}),
+      ('developer', text, {'refusal': None, 'tool_calls': None}),
+    )
+  )
+  neutral = {'best_of': 1, 'tools': [], 'n': 1, 'presence_penalty': 0}
+  neutral |= {'response_format': {'type': 'text'}, 'logprobs': False}
+  answers = [
+    client.post(CHATS, json={**body, 'messages': plain}).json(),
+    client.post(CHATS, json={**body, 'messages': spoken, **neutral}).json(),
+  ]
+  assert answers[0]['choices'] == answers[1]['choices'], answers[0]
+  assert answers[0]['usage'] == answers[1]['usage']
+  image = {'type': 'image_url', 'image_url': {'url': 'data:image/png;base64,'}}
+  message = {'role': 'user', 'content': [*text('see'), image]}
+  answer = client.post(CHATS, json={**body, 'messages': [message]})
+  assert answer.status_code == 400
+  error = answer.json()['error']
+  assert error['param'] == 'messages'
+  assert 'message 1 has a part of type "image_url"' in error['message']
+
+
 @pytest.mark.parametrize(
   'change, field',
   [
     ({'prompt': None}, 'prompt'),
     ({'prompt': ''}, 'prompt'),
-    ({'prompt': ['a', 'b']}, 'prompt'),
+    ({'prompt': ['a', '']}, 'prompt'),
+    ({'prompt': [[5], 'a', []]}, 'prompt'),
     ({'prompt': [5, 10**6]}, None),
     ({'prompt': 'x ' * 400}, 'prompt'),
     ({'prompt': '\ud800'}, 'prompt'),
@@ -184,9 +403,14 @@ def test_chats(client):
     ({'top_k': 2**40}, 'top_k'),
     ({'seed': -1}, 'seed'),
     ({'stop': ['']}, 'stop'),
-    ({'n': 2}, 'n'),
-    ({'logprobs': 0}, 'logprobs'),
-    ({'presence_penalty': 1}, 'presence_penalty'),
+    ({'n': 3}, 'n'),
+    ({'logprobs': 6}, 'logprobs'),
+    ({'logprobs': True}, 'logprobs'),
+    ({'presence_penalty': 2.5}, 'presence_penalty'),
+    ({'frequency_penalty': -3}, 'frequency_penalty'),
+    ({'best_of': 2}, 'best_of'),
+    ({'response_format': {'type': 'json_object'}}, 'response_format'),
+    ({'tools': [{}]}, 'tools'),
     ({'stream': 'yes'}, 'stream'),
     ({'something': 1}, 'something'),
     ({'\ud800': 1}, '\ud800'),
@@ -211,6 +435,12 @@ def test_bodies_that_are_no_json_object_are_refused(client, content):
   assert client.post(COMPLETIONS, content=content).status_code == 400
 
 
+def test_top_log_probs_need_log_probs(client):
+  answer = client.post(CHATS, json=CHAT | {'top_logprobs': 1})
+  assert answer.status_code == 400
+  assert answer.json()['error']['param'] == 'top_logprobs'
+
+
 def test_conversations_are_checked(client):
   messages = [{'role': 'robot', 'content': 'x'}]
   answer = client.post(CHATS, json={'messages': messages})
@@ -227,6 +457,11 @@ def test_the_queue_is_bounded_and_requests_end_in_time(loaded):
     assert answer.status_code == 429
     assert answer.json()['error']['type'] == 'rate_limit_error'
     service.thread.jobs.clear()
+    answer = client.post(COMPLETIONS, json=body | {'prompt': ['x', 'y']})
+    assert answer.status_code == 429
+    assert (
+      '2 are asked for, and 1 have room' in answer.json()['error']['message']
+    )
     answer = client.post(COMPLETIONS, json=body)
     assert answer.status_code == 504
     _wait(lambda: service.thread.engine.load == (0, 0))
@@ -305,7 +540,13 @@ def test_a_request_names_its_adapters(loaded):
 def test_models_health_and_metrics(client):
   assert client.get('/v1/models').json()['data'][0]['id'] == 'pair'
   health = client.get('/health').json()
-  assert health == {'status': 'ok', 'model': 'pair', 'step': 7, 'chat': True}
+  assert health == {
+    'status': 'ok',
+    'model': 'pair',
+    'step': 7,
+    'chat': True,
+    'trained_on_chats': False,
+  }
   before = _metrics(client)
   body = {'prompt': 'x', 'max_tokens': 1}
   assert client.post(COMPLETIONS, json=body).status_code == 200
@@ -314,6 +555,25 @@ def test_models_health_and_metrics(client):
   assert after[name] == before[name] + 1
   assert after['rows'] == 2
   assert after['rows_active'] == after['queue_length'] == 0
+
+
+def test_programs_are_compiled_between_requests(loaded):
+  steps, may_go_on = [], threading.Event()
+
+  def compile_programs():
+    for number in range(3):
+      steps.append(number)
+      yield number
+    may_go_on.wait(60)
+    raise RuntimeError('out of memory')
+
+  service = _service(loaded, warm_up=compile_programs())
+  with _client(service) as client:
+    _wait(lambda: steps == [0, 1, 2])
+    assert client.get('/health').json()['status'] == 'ok'
+    # A program that does not compile ends the server, as a failed step does.
+    may_go_on.set()
+    _wait(lambda: client.get('/health').json()['status'] == 'failed')
 
 
 def test_a_failed_engine_answers(loaded):

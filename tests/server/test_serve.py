@@ -139,9 +139,9 @@ def test_the_readme_and_a_second_signal(server, tmp_path):
     client.join()
   assert set(statuses) <= {'lost', 503}
   assert 'lost' in statuses
-  warm_up, address, *lines = log().splitlines()
-  assert re.fullmatch(r'compiled \d\d programs in [\d.]+ s', warm_up)
+  address, *lines = log().splitlines()
   assert address.startswith(url)
+  lines = [line for line in lines if not re.match(r'compiled \d+/\d\d ', line)]
   assert [line.split(':')[0] for line in lines] == ['stopping', 'stopped']
 
 
