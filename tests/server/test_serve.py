@@ -22,6 +22,7 @@ import pytest
 from encdec_adapt import serve
 from encdec_adapt import server as server_lib
 from encdec_adapt.base import errors
+from encdec_adapt.stored import prompt_framing
 from encdec_adapt.telemetry import environment
 from tests import tiny, toy_models
 
@@ -44,6 +45,10 @@ def pair(tmp_path):
   stack = toy_models.stack(vocab_size=toy_models.GEMMA_SIZE)
   config = toy_models.pair_and_decoder(stack)['encoder_decoder']
   toy_models.save(tmp_path / 'pair', config)
+  # As an export of a run that was trained on chats.
+  path = tmp_path / 'pair' / 'config.json'
+  framing = prompt_framing.PromptFraming(chats=True)
+  path.write_text(json.dumps(json.loads(path.read_text()) | framing.fields()))
   return tmp_path / 'pair'
 
 
@@ -53,7 +58,7 @@ def server(pair, tmp_path):
   port = tiny.free_port()
   log = tmp_path / 'log'
   flags = [f'--checkpoint={pair}', f'--port={port}']
-  process = tiny.start('serve', *flags, '--max_prompt=32', log=log)
+  process = tiny.start('serve', *flags, '--max_prompt=256', log=log)
   url = f'http://127.0.0.1:{port}'
   try:
     for _ in range(600):
@@ -166,8 +171,11 @@ class _Browser:
     os.close(read)
     os.close(write)
     self._rest, self._number, self._session = b'', 0, {}
-    target = self._call('Target.createTarget', url=url)
+    self.console = []
+    target = self._call('Target.createTarget', url='about:blank')
     self._session = self._call('Target.attachToTarget', flatten=True, **target)
+    self._call('Log.enable')
+    self._call('Page.navigate', url=url)
 
   def _call(self, method, **params):
     """Calls a method; returns its result."""
@@ -183,12 +191,16 @@ class _Browser:
         self._rest += new
       part, _, self._rest = self._rest.partition(b'\0')
       answer = json.loads(part)
+      if answer.get('method') == 'Log.entryAdded':
+        self.console.append(answer['params']['entry'])
       if answer.get('id') == self._number:
         return answer['result']
 
   def value(self, expression):
     """Evaluates JavaScript in the page."""
     options = {'expression': expression, 'returnByValue': True}
+    # Browsers copy for users only.
+    options['userGesture'] = True
     return self._call('Runtime.evaluate', **options)['result'].get('value')
 
   def wait(self, expression):
@@ -203,26 +215,65 @@ class _Browser:
 @pytest.mark.skipif(
   not pathlib.Path(CHROMIUM).exists(), reason=f'{CHROMIUM} is not installed'
 )
-def test_the_page_shows_a_continuation(server, tmp_path):
+def test_the_page_chats_and_completes(server, tmp_path):
   _, url, _ = server
-  body = {'prompt': 'cats', 'max_tokens': 64, 'temperature': 0}
-  answer = json.loads(_get(f'{url}/v1/completions', body))
+  options = {'max_tokens': 64, 'temperature': 0}
+
+  def answer_to(path, **body):
+    return json.loads(_get(f'{url}/v1/{path}', body | options))
+
+  messages, answers = [], []
+  for question in ('cats', 'dogs'):
+    messages.append({'role': 'user', 'content': question})
+    answers.append(answer_to('chat/completions', messages=messages))
+    messages.append(answers[-1]['choices'][0]['message'])
   browser = _Browser(tmp_path / 'profile', f'{url}/?prompt=cats')
   element = 'document.getElementById("{}")'.format
   status = f'{element("status")}.textContent'
-  try:
-    count = answer['usage']['completion_tokens']
-    browser.wait(f'{status} == "{count} tokens"')
-    shown = browser.value(f'{element("output")}.textContent')
-    assert shown == answer['choices'][0]['text'] != ''
-    assert browser.value(f'{element("model")}.textContent') == 'pair'
-    # The chat, and the words of a refusal.
-    for name, value in (('chat', 'checked = true'), ('send', 'click()')):
-      browser.value(f'{element(name)}.{value}')
-    browser.wait(f'{status}.endsWith(" tokens")')
-    browser.value(f'{element("max_tokens")}.value = 10 ** 6')
+  turns = '[...document.querySelectorAll("pre")].map(x => x.textContent)'
+
+  def send(prompt):
+    browser.value(f'{element("prompt")}.value = "{prompt}"')
+    browser.value(f'{status} = ""')
     browser.value(f'{element("send")}.click()')
+
+  def wait_for(answer):
+    count = answer['usage']['completion_tokens']
+    browser.wait(f'/^{count} tokens, [0-9]+ tokens\\/s$/.test({status})')
+    browser.wait(f'!{element("send")}.disabled')
+
+  try:
+    # A run of chats: the box is ticked, and the history is sent.
+    wait_for(answers[0])
+    assert browser.value(f'{element("chat")}.checked')
+    assert browser.value(f'{element("model")}.textContent') == 'pair'
+    assert browser.value(f'{element("prompt")}.value') == ''
+    send('dogs')
+    wait_for(answers[1])
+    assert browser.value(turns) == [x['content'] for x in messages]
+    # What is copied can be pasted.
+    copied = 'document.oncopy = () => window.copied = getSelection().toString()'
+    browser.value(copied)
+    browser.value('[...document.querySelectorAll(".copy")].pop().click()')
+    text = messages[-1]['content']
+    assert browser.value('window.copied').split() == text.split() != []
+    # A refusal leaves history and prompt as they were.
+    browser.value(f'{element("max_tokens")}.value = 10 ** 6')
+    send('more')
     browser.wait(f'{status}.startsWith("max_tokens: 1000000 tokens")')
+    browser.wait(f'!{element("send")}.disabled')
+    assert browser.value(f'{element("prompt")}.value') == 'more'
+    assert browser.value(turns) == [x['content'] for x in messages]
+    assert [x['text'].split('(')[0] for x in browser.console] == [
+      'Failed to load resource: the server responded with a status of 400 '
+    ]
+    # Completions have no history.
+    browser.value(f'{element("max_tokens")}.value = 64')
+    browser.value(f'{element("chat")}.click()')
+    answer = answer_to('completions', prompt='cats')
+    send('cats')
+    wait_for(answer)
+    assert browser.value(turns) == [answer['choices'][0]['text']]
   finally:
     browser.process.kill()
     browser.process.wait()
