@@ -5,9 +5,9 @@
 
 A table has four names of classes and functions of the standard library, each
 with the beginning of its docstring up to the end of a word: 180 to 240
-characters, or 90 to 120 with `length=short`. Of the questions on short tables
-two fifths, with table and answer, have at most 224 tokens of the shipped
-decoders; rows of that length leave out the others. A question asks for one of
+characters, or 90 to 120 with `length=short`. With the latter, two fifths of the
+questions fit 224 tokens of the shipped decoders together with table and answer;
+rows of that length drop the others. A question asks for one of
 the names, and the answer is its text, word for word: what is measured is
 whether a model copies from what it reads. The loss hardly tells whether it
 finds the row that is asked for: the choice among four rows is worth ln 4 nats

@@ -228,7 +228,8 @@ def load(
       options,
       model,
       data,
-      **{x: sections[x] for x in ('init', 'teacher', 'train', 'checkpoint')},
+      **{x: sections[x] for x in ('init', 'teacher', 'train')},
+      **{x: sections[x] for x in ('checkpoint', 'evaluation')},
     )
   )
   head.check(recipe.model.decoder.head)
@@ -271,6 +272,17 @@ def with_compute(
   """Returns a configuration with resolved dtype and remat."""
   config = config.copy_and_resolve_references()
   config.compute.update(dtype=compute.dtype, remat=compute.remat)
+  return config
+
+
+def with_warmups(
+  config: ml_collections.ConfigDict, settings: Settings
+) -> ml_collections.ConfigDict:
+  """Returns a configuration with warm-ups that may have been shortened."""
+  config = config.copy_and_resolve_references()
+  config.train.cross_attention_warmup = settings.train.cross_attention_warmup
+  warmup = settings.optimizer.schedule.warmup_steps
+  config.optimizer.warmup_steps = -1 if warmup is None else warmup
   return config
 
 

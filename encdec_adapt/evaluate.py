@@ -489,7 +489,8 @@ def _notes(
 ) -> list[str]:
   notes = [
     'Values with 95 % intervals, and paired tests on the same examples (BLEU'
-    ' and chrF: differences alone, on resamples of the whole set); p is not'
+    ' and chrF: bootstrap of differences in corpus score; single values have no'
+    ' interval); p is not'
     ' corrected for the number of comparisons. Intervals of held-out rows are'
     ' over the groups of documents that are held out as a whole; those of a'
     ' single run say nothing of other seeds.'

@@ -11,7 +11,7 @@ HEAD = """\
 # Every key
 
 Written by `python -m tests.keys_page`. `--print_config` prints the keys in
-force with a configuration's values, `--print_config=all` prints this page. A
+force with a configuration's values, `--print_config=all` prints every key. A
 flag overrides a key, as in `--config.optimizer.learning_rate=5e-5`. Keys of the
 decoder are documented at the encoder.
 """

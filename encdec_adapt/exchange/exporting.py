@@ -280,13 +280,13 @@ def _window_note(stored: model_on_disk.StoredModel, *, native: bool) -> str:
   # In use only if inputs may be longer.
   if pretrained_files.stack_positions(stored)['encoder'] <= window:
     return ''
-  effect = f'so its logits differ for inputs of more than {window} tokens'
+  effect = f'logits then differ for inputs of more than {window} tokens'
   if encoder.window_rule == 'inclusive':
     return (
       f'local layers of the encoder look at {window} tokens on either side, as'
       ' in transformers 5.23 with eager attention; the code of the authors,'
       ' older transformers and FlashAttention look at less than'
-      f' {window}, {effect.replace("its", "their")}. config.json has'
+      f' {window}, {effect}. config.json has'
       f' {config_json.WINDOW} for encdec_adapt.'
     )
   return (

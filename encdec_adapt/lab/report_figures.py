@@ -159,7 +159,7 @@ def draw_bars(
   with _subplots(path, size=size) as (_, ((axes,),)):
     colours = [model_styles[name]['color'] for name in values]
     bars = axes.barh(list(values), list(values.values()), color=colours)
-    axes.bar_label(bars, fmt='%.3g', padding=4)
+    axes.bar_label(bars, fmt='%.3f', padding=4)
     axes.invert_yaxis()
     axes.grid(False)
     axes.set(xlabel=label)

@@ -254,11 +254,11 @@ def _steps(
   states: stage_states.States,
   trained: Sequence[stages.Stage],
 ) -> Mapping[str, Mapping[str, float]]:
-  if study.size == 'smoke':
+  if study.size == 'smoke' and not study.topology:
     rate = _CORE * environment.fingerprint()['cores']
     return {
       _shape(study, x): {
-        'seconds': x.flops / (_runs(x) * x.settings.train.steps * rate)
+        'seconds': x.flops / (_runs(x) * max(x.settings.train.steps, 1) * rate)
       }
       for x in trained
     }

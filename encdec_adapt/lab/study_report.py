@@ -180,18 +180,20 @@ class _Page:
     (best, value), *others = self._ranked.items()
     extreme = 'lowest' if score_tables.lower_is_better(metric) else 'highest'
     unit = ' nats per target token' if metric == pages.LOSS else ''
-    text = f'Of {count} models, {best} has the {extreme} {_label(metric)} on'
-    text += f' {evaluation.name}: {value:.3f}{unit}'
+    text = f'{best} has a {_label(metric)}'
+    if others:
+      text = f'Of {count} models, {best} has the {extreme} {_label(metric)}'
+    text += f' in the evaluation {evaluation.name!r}: {value:.3f}{unit}'
     if others:
       text += f', then {others[0][0]} with {others[0][1]:.3f}'
     texts = [f'{text}.']
     if best in (losses := self._input_losses(evaluation)):
       texts.append(
-        'With the inputs of other examples its loss is higher by'
-        f' {losses[best]:.3f}.'
+        f'With the inputs of other examples its loss changes by'
+        f' {losses[best]:+.3f}.'
       )
     verdicts = collections.Counter(
-      x.verdict for x in self.results if x.claim.primary
+      x.verdict for x in self.results if x.claim.primary and x.verdict
     )
     if verdicts:
       listed = ', '.join(f'{name}: {n}' for name, n in verdicts.items())
@@ -211,7 +213,8 @@ class _Page:
       means = {
         x: mean
         for x in self._study.measured(evaluation)
-        if math.isfinite(mean := self._mean(x, metric, evaluation) or math.nan)
+        if (mean := self._mean(x, metric, evaluation)) is not None
+        and math.isfinite(mean)
       }
       is_loss = score_tables.lower_is_better(metric)
       names = sorted(means, key=means.get, reverse=not is_loss)

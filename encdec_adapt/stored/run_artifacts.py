@@ -99,7 +99,8 @@ def write_summary(
   if losses:  # A job with evaluators.
     first, last = losses[0], losses[-1]
     shown = settings.recipe.metrics.shown
-    names = [x for x in {*shown, 'loss'} if x in first and x in last]
+    names = dict.fromkeys((*shown, 'loss'))
+    names = [x for x in names if x in first and x in last]
     entries |= {f'eval_{x}_at_step_0': first[x] for x in names}
     entries |= {f'eval_{x}': last[x] for x in names}
     text_of = held_out_metrics.format_value

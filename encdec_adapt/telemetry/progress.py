@@ -220,10 +220,10 @@ def format_seconds(seconds: float) -> str:
 def counted(items: Sequence[T], verb: str) -> Iterator[T]:
   """Yields items, and prints the number of each before it.
 
-  From the second on, the line has the mean time of those before.
+  From the second item on, the line shows the mean time per finished item.
 
   Args:
-    items: what takes long.
+    items: the slow work items.
     verb: what is done to an item, such as 'compiling'.
   """
   start, each = time.monotonic(), ''

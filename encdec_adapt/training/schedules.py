@@ -35,7 +35,7 @@ class ScheduleConfig:
   warmup_steps: int | None = keys.key(
     None,
     "Steps of linear warm-up, by each group's own count; -1: a twentieth of"
-    ' config.train.steps.',
+    ' config.train.steps. A tenth of these if they are fewer.',
     at_least=0,
     none=-1,
   )

@@ -55,6 +55,7 @@ class Start:
     """
     self._settings, self._phases, self.saved = settings, phases, saved
     self._compute = phases.placement.model.compute
+    config = config_lib.with_warmups(config, settings)
     self._config = config_lib.with_compute(config, self._compute)
     self._meta = saved.read_meta() if saved else {}
     self.step, self.base = saved.step if saved else 0, None
@@ -68,6 +69,9 @@ class Start:
       return
     resume_checks.check_config(
       self._meta, self._config.to_dict(), distributed.log
+    )
+    resume_checks.check_same_phase(
+      self._meta, settings.train.cross_attention_warmup, saved.step
     )
     saved.require_same(phases.abstract_saved(saved.step))
     if phases.placement.adapters:

@@ -306,9 +306,9 @@ def test_write(tmp_path, bucket):
   content = _collected(_study())
   *summary, first = (sentences := study_report.write(content, tmp_path))[:4]
   assert summary == [
-    'Of 3 models, adapted has the lowest held-out loss on loss: 2.500 nats per'
-    ' target token, then source with 2.700.',
-    'With the inputs of other examples its loss is higher by 0.250.',
+    'Of 3 models, adapted has the lowest held-out loss in the evaluation'
+    " 'loss': 2.500 nats per target token, then source with 2.700.",
+    'With the inputs of other examples its loss changes by +0.250.',
     'Primary claims by verdict: reproduced: 3, no difference: 1.',
   ]
   assert first.startswith(

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from encdec_adapt.base import packages
 from encdec_adapt.evaluation.results import (
   contrasts,
   crossed_intervals,
@@ -25,7 +26,7 @@ from encdec_adapt.evaluation.results import (
 )
 
 CONFIDENCE = 0.95
-# Those of `sacrebleu.significance.PairedTest`.
+# As in `sacrebleu.significance.PairedTest`.
 _RESAMPLES = 1000
 _SEED = 12345
 # Minimum sizes, and arms, for a more than descriptive rank correlation.
@@ -116,6 +117,7 @@ def _bootstrap(
   first: results_store.Score, second: results_store.Score
 ) -> Comparison:
   """Compares corpus scores on resamples of the examples."""
+  packages.require('comparing BLEU or chrF', 'eval', 'sacrebleu')
   import sacrebleu
 
   kinds = {'bleu': sacrebleu.BLEU, 'chrf': sacrebleu.CHRF}
@@ -135,7 +137,8 @@ def _bootstrap(
   count = int(np.sum(sizes - sizes.mean() > abs(effect)))
   tail = (1 - CONFIDENCE) / 2
   low, high = np.quantile(samples, (tail, 1 - tail)).tolist()
-  p = (count + 1) / (_RESAMPLES + 1)
+  # sacreBLEU's p of equal answers is the smallest.
+  p = (count + 1) / (_RESAMPLES + 1) if sizes.any() else 1.0
   test = f'bootstrap, {_RESAMPLES:,} resamples'
   return Comparison(effect, low, high, p, f'{n} examples', test)
 

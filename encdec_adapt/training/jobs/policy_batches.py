@@ -93,6 +93,7 @@ class PolicyBatches(record_batches.SampledBatches):
     train = job.settings.train
     self._rewards, self._cut = job.frozen.rewards, train.rollouts
     self._log_every, self._file = train.log_every, None
+    self._microbatches = train.microbatches
     if distributed.is_lead():
       evaluated = self._telemetry.evaluated
       last = {
@@ -135,7 +136,7 @@ class PolicyBatches(record_batches.SampledBatches):
     Returns:
       For each prompt, `reward` of its greedy completion, and means over its
       other completions: `sampled_reward` and `length`; and this process's rows
-      of the latter.
+      of the latter, of the size of a microbatch.
 
     Raises:
       RewardError: a reward could not be computed.
@@ -148,8 +149,13 @@ class PolicyBatches(record_batches.SampledBatches):
       batch = self._sample(held_out, rows, step, params, greedy=True)
       if not first:
         self._write(step, 'eval', batch)
-      framed.append(self._frame(batch, masks=False))
-      framed[-1]['weights'][:, 0] = 0.0  # Greedy.
+      fields = self._frame(batch, masks=False)
+      fields['weights'][:, 0] = 0.0  # Greedy.
+      parts = (np.split(x, self._microbatches) for x in fields.values())
+      framed += [
+        dict(zip(fields, part, strict=True))
+        for part in zip(*parts, strict=True)
+      ]
       values = np.stack([batch.rewards, batch.samples.counts])
       results.append(values[:, batch.exists])
     rewards, counts = np.concatenate(results, axis=1)

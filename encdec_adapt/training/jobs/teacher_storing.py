@@ -116,6 +116,7 @@ def _recipe(
       teacher_section.TeacherConfig(checkpoint, settings.teacher.dtype),
       settings.train,
       settings.checkpoint,
+      settings.evaluation,
     )
   )
 

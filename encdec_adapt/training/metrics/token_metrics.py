@@ -112,7 +112,10 @@ class Sampled(held_out_metrics.HeldOut):
     """Computes the metrics; see `HeldOut.ratios`."""
     tokens, entropy = self.loss.tokens(outputs, readers, batch)
     counts = jnp.sum(tokens.weights, axis=-1)  # [P, G]
+    terms = [(entropy, counts)]
+    if self.loss.references:
+      terms.append((tokens.kl, counts > 0))
     return [
       (jnp.sum(x, axis=1), jnp.sum(n, axis=1, dtype=jnp.float32))
-      for x, n in ((entropy, counts), (tokens.kl, counts > 0))
-    ][: len(self.names)]
+      for x, n in terms
+    ]

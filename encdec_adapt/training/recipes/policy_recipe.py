@@ -82,7 +82,8 @@ class Policies(recipe.Recipe):
     # Evaluations read the start of the job even if the loss reads none: the KL
     # shows a reward that is gamed.
     reference = preference_recipe.reference(sections)
-    measured = make(measures_kl=options.max_kl > 0 or bool(reference.path))
+    evaluates = sections.evaluation.loss > 0 and bool(reference.path)
+    measured = make(measures_kl=options.max_kl > 0 or evaluates)
     objective, lengths = sections.objectives[0], data.train.lengths
     return cls(
       loss,

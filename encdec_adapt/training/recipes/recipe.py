@@ -25,6 +25,7 @@ from encdec_adapt.tokenizers import special_ids
 from encdec_adapt.training.losses import loss as loss_lib
 from encdec_adapt.training.metrics import held_out_metrics
 from encdec_adapt.training.sections import (
+  evaluation_section,
   rewards_section,
   teacher_section,
   train_section,
@@ -46,6 +47,7 @@ class Sections:
     teacher: section `teacher`.
     train: section `train`.
     checkpoint: section `checkpoint`.
+    evaluation: section `evaluation`.
   """
 
   loss: type[loss_lib.Loss]
@@ -56,6 +58,7 @@ class Sections:
   teacher: teacher_section.TeacherConfig
   train: train_section.TrainConfig
   checkpoint: checkpoint_section.CheckpointConfig
+  evaluation: evaluation_section.EvaluationConfig
 
   def make_loss(self, **fields: Any) -> Any:
     """Makes the loss of the configuration.

@@ -42,8 +42,8 @@ class TrainConfig:
   cross_attention_warmup: int = keys.key(
     0,
     'First steps in which only cross-attention trains; the paper uses 1000'
-    ' for unbalanced pairs and 0 for balanced ones. A tenth of the steps'
-    ' if the job is not longer than it.',
+    ' for unbalanced pairs and 0 for balanced ones. A tenth of'
+    ' config.train.steps if these are not more.',
     at_least=0,
   )
   log_every: int = keys.key(10, 'Steps between printed lines.', at_least=1)
