@@ -1,5 +1,7 @@
 """What a job may be continued as."""
 
+import contextlib
+
 import pytest
 
 from encdec_adapt.base import errors
@@ -57,6 +59,17 @@ def test_gpus_resume_bit_for_bit_with_two_flags(platform, flags, expected):
   assert all(
     part in report for part, report in zip(expected, reports, strict=True)
   )
+
+
+@pytest.mark.parametrize('step, is_refused', [(9, False), (10, True)])
+def test_a_step_stays_on_its_side_of_the_warm_up(step, is_refused):
+  meta = {'config': {'train': {'cross_attention_warmup': 10}}}
+  context = contextlib.nullcontext()
+  if is_refused:
+    words = 'warmup is 1000, .* had 10 up to its step 10: give .*warmup=10'
+    context = pytest.raises(errors.UserError, match=words)
+  with context:
+    resume_checks.check_same_phase(meta, 1000, step)
 
 
 def test_a_changed_environment_is_reported():

@@ -385,6 +385,14 @@ def test_write(tmp_path, bucket):
   assert paths.tree(paths.at(f'{bucket}/study')) == paths.tree(tmp_path)
 
 
+def test_a_single_seed_and_a_score_of_zero_are_summarised(tmp_path):
+  study = _study((0,), claims=CLAIMS[:1])
+  runs = [_run('scratch', 0.0, 0), _run('adapted', 2.5, 0)]
+  summary = study_report.write(_collected(study, runs=runs), tmp_path)
+  assert summary[0].startswith('Of 2 models, scratch has the lowest held-out')
+  assert summary[2].startswith('Every model has one seed')
+
+
 def test_nothing_is_finished(tmp_path):
   content = _collected(_study(), runs=[], stages=[], rates={})
   first, *_ = study_report.write(content, tmp_path)

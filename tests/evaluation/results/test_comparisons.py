@@ -106,6 +106,8 @@ def test_corpus_scores_are_compared_as_by_sacrebleu(seed):
     assert found.p == pytest.approx(new.p_value, abs=1e-12)
     assert found.low < found.difference < found.high
     assert found.test == 'bootstrap, 1,000 resamples'
+    same = comparisons.compare([first], [first])
+    assert (same.difference, same.p) == (0.0, 1.0)
     # Several runs are compared by linearisations, of the same corpus scores.
     runs = comparisons.compare([first, second], [second, first])
     assert runs.difference == pytest.approx(0, abs=1e-9)
