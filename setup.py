@@ -113,7 +113,12 @@ setuptools.setup(
   package_dir={'encdec_adapt.configs': 'configs'},
   package_data={
     'encdec_adapt': ['py.typed'],
-    'encdec_adapt.configs': ['*.md', 'decoders/**', 'studies/**'],
+    'encdec_adapt.configs': [
+      '*.md',
+      'decoders/**',
+      'studies/**',
+      'tasks/**',
+    ],
     'encdec_adapt.exchange': ['model_card.jinja'],
     'encdec_adapt.lab': ['report.jinja'],
     'encdec_adapt.planner': ['calibration.json'],
