@@ -22,7 +22,7 @@ Prompts = Mapping[str, Mapping[str, str]]
 
 # Lower values of these metrics are better.
 LOWER = ('loss', 'perplexity', 'word_perplexity', 'byte_perplexity')
-LOWER += ('bits_per_byte', 'ter', 'brier', 'cut_short')
+LOWER += ('bits_per_byte', 'ter', 'brier', 'cut_short', 'cross_entropy')
 # With more models than this, each is compared only with the first: pairs grow
 # quadratically, and p-values are not corrected for their number.
 _ALL_PAIRS = 4
