@@ -18,7 +18,7 @@ from encdec_adapt.exchange import inspection
 from encdec_adapt.files import append_log, atomic, hub, text_lines
 from encdec_adapt.files import paths as paths_lib
 from encdec_adapt.huggingface import torch_export
-from encdec_adapt.models import parameters
+from encdec_adapt.models import model_config, parameters
 from encdec_adapt.stored import model_on_disk, pretrained_files, work_directory
 from encdec_adapt.telemetry import compute_cost, environment, timing
 from encdec_adapt.training.metrics import held_out_metrics
@@ -32,6 +32,7 @@ _DATASET = re.compile(r'hf://datasets/([\w.-]+/[\w.-]+)')
 # Addresses, and folders of local files.
 _LOCATION = re.compile(r'(hf://\S+)|[^\s:+@#,|]*/')
 _TEMPLATE = pathlib.Path(__file__).with_name('model_card.jinja')
+_GENERATION = 'text-generation'
 # Head of a model that does not generate -> task of its results on the Hub.
 _TASKS = {'tokens': 'fill-mask', 'embedding': 'sentence-similarity'}
 _PROMPT = 'The quick brown fox'
@@ -65,7 +66,7 @@ def write(
   """
   model = stored.model
   has_class = not (native and torch_export.problem(model))
-  generates = has_class and tokenizers and model.architecture.generates
+  generates = has_class and tokenizers and _task(model) == _GENERATION
   library = 'transformers' if has_class else 'encdec_adapt'
   if model.decoder.head.sizes(model.decoder.width):
     library = 'sentence-transformers'
@@ -83,9 +84,9 @@ def write(
     count=f'{parameters.count(model):,}',
     kind=_kind(model.decoder.head.kind, model.architecture.name),
     dtype=dtype,
-    # The stack of an encoder-only model is a field 'decoder', too.
-    stacks={'encoder': model.decoder}
-    if model.architecture.name == 'encoder_only'
+    # A single stack is a field 'decoder', also of an encoder-only model.
+    stacks={stored.framing_side: model.decoder}
+    if len(model.stacks) == 1
     else model.stacks,
     sizes=_SIZES,
     history='\n'.join(_history(stored.name, stored.path, stored.step)),
@@ -104,6 +105,13 @@ def write(
     separator=framing.separator and repr(framing.separator),
   )
   return f'{card}\n'
+
+
+def _task(model: model_config.ModelConfig) -> str:
+  """Returns the model's task on the Hub."""
+  if model.architecture.generates:
+    return _GENERATION
+  return _TASKS.get(model.decoder.head.kind, 'text-classification')
 
 
 def _kind(head: str, architecture: str) -> str:
@@ -140,9 +148,7 @@ def _metadata(
   if last and summary['steps'] == stored.step:
     scores = {f'held-out {_sources(source)}': last, **scores}
   model = stored.model
-  kind = _TASKS.get(model.decoder.head.kind, 'text-classification')
-  if model.architecture.generates:
-    kind = 'text-generation'
+  kind = _task(model)
   results = [
     huggingface_hub.EvalResult(kind, task, task, metric, value)
     for task, metrics in scores.items()

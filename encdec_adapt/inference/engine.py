@@ -404,11 +404,7 @@ class Engine:
       UserError: the model is not a causal decoder, or a token is outside of the
         vocabulary.
     """
-    if not self._architecture.predicts_inputs:
-      raise errors.UserError(
-        f'{self._architecture.name} models give no probability to their prompt;'
-        ' `python -m encdec_adapt.evaluate` scores texts.'
-      )
+    self._architecture.require_prompt_scores()
     self.require_tokens(request.tokens)
     params, programs = self._variants[request.adapters]
     arguments = lengths.pad([request.tokens], self.shards, self.ids.pad)

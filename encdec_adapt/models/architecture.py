@@ -123,6 +123,18 @@ class Architecture:
         ' an encoder-decoder or an encoder-only model.'
       )
 
+  def require_prompt_scores(self) -> None:
+    """Checks that the model gives probabilities to the tokens of its prompt.
+
+    Raises:
+      UserError: it is not a causal decoder.
+    """
+    if not self.predicts_inputs:
+      raise errors.UserError(
+        f'{self.name} models give no probability to their prompt;'
+        ' `python -m encdec_adapt.evaluate` scores texts.'
+      )
+
   @property
   def framing_side(self) -> str:
     """Side that frames prompts; see `special_ids.SideIds.edges`."""
