@@ -260,12 +260,12 @@ def get_study(arg=None):
         seconds=30,
       ),
     )
-    claims = _CLAIMS[:2]
+    claims = _TRAINED_ON
   else:
     compared, rates = ('adapted', 'unbalanced'), ()
     tuned = 'adapted_tuned', 'decoder_only_tuned'
     evaluations = (_answers((*tuned, 'decoder_only', *compared)),)
-    claims = _CLAIMS[2:] if count > 1 else ()
+    claims = (_TUNED,) if count > 1 else ()
   return pages.Study(
     name='quickstart',
     title=(
@@ -308,7 +308,7 @@ def _claim(contrast, sentence, paper, source='Figure 2 and Table 4', **fields):
   )
 
 
-_CLAIMS = (
+_TRAINED_ON = (
   _claim(
     ('scratch', 'adapted'),
     'The adapted pair ends below the same pair from random weights.',
@@ -319,14 +319,14 @@ _CLAIMS = (
     'The adapted pair ends below the decoder trained on.',
     '49.7 against 48.6 of Gemma 2 2B with 6T tokens more',
   ),
-  _claim(
-    ('decoder_only_tuned', 'adapted_tuned'),
-    'Tuned on look-ups in its input, the adapted pair has a lower loss than the'
-    ' decoder it is made from, tuned alike.',
-    'a larger gain from tuning than the decoder',
-    'section 4.3',
-    primary=True,
-  ),
+)
+_TUNED = _claim(
+  ('decoder_only_tuned', 'adapted_tuned'),
+  'Tuned on look-ups in its input, the adapted pair has a lower loss than the'
+  ' decoder it is made from, tuned alike.',
+  'a larger gain from tuning than the decoder',
+  'section 4.3',
+  primary=True,
 )
 
 

@@ -203,7 +203,6 @@ def load(
   model = model_section.model_from_section(
     {**values['model'], 'head': keys.values_of(head.before_training())}
   )
-  _shorten_warmups(values)
   # Sections independent of other sections; the others follow.
   sections = {
     name: keys.make(parts[0], values[name])
@@ -272,17 +271,6 @@ def with_compute(
   """Returns a configuration with resolved dtype and remat."""
   config = config.copy_and_resolve_references()
   config.compute.update(dtype=compute.dtype, remat=compute.remat)
-  return config
-
-
-def with_warmups(
-  config: ml_collections.ConfigDict, settings: Settings
-) -> ml_collections.ConfigDict:
-  """Returns a configuration with warm-ups that may have been shortened."""
-  config = config.copy_and_resolve_references()
-  config.train.cross_attention_warmup = settings.train.cross_attention_warmup
-  warmup = settings.optimizer.schedule.warmup_steps
-  config.optimizer.warmup_steps = -1 if warmup is None else warmup
   return config
 
 
@@ -453,24 +441,6 @@ def check_kind(
       f'objective {objective.text!r} has no answers to compare, which a reward'
       ' model scores; use records of preferences.'
     )
-
-
-def _shorten_warmups(values: dict[str, Any]) -> None:
-  """Shortens warm-ups of a recipe in a short trial of it, and says so."""
-  steps = values['train']['steps']
-  for section, key, rest in (
-    ('train', 'cross_attention_warmup', 1),  # Other parameters train, too.
-    ('optimizer', 'warmup_steps', 0),
-  ):
-    warmup = values[section][key]
-    if not 0 < steps < warmup + rest:
-      continue
-    values[section][key] = steps // 10
-    if distributed.is_lead():
-      saved_keys.print_once(
-        f'config.{section}.{key} is {warmup}, and the job has {steps} steps: it'
-        f' is shortened to a tenth of them, {steps // 10}'
-      )
 
 
 def _check_model(settings: Settings, vocabulary: str) -> None:

@@ -45,19 +45,19 @@ def check_config(
     report('the configuration has changed:\n  ' + '\n  '.join(changed))
 
 
-def check_same_phase(saved: Mapping[str, Any], warmup: int, step: int) -> None:
+def check_same_phase(before: int, warmup: int, step: int) -> None:
   """Checks that a step is on the same side of the warm-up as when it was saved.
 
   Args:
-    saved: `meta` of the checkpoint.
-    warmup: `config.train.cross_attention_warmup` of this start.
+    before: steps of the warm-up of cross-attention when it was saved.
+    warmup: those of this start.
     step: step of the checkpoint.
 
   Raises:
     UserError: it is not; the checkpoint has state of other parameters.
   """
-  before = saved['config']['train']['cross_attention_warmup']
-  if min(before, warmup) <= step < max(before, warmup):
+  # The other parameters get optimizer state in their first step.
+  if (before < step) != (warmup < step):
     raise errors.UserError(
       f'config.train.cross_attention_warmup is {warmup}, and the job had'
       f' {before} up to its step {step}: give'

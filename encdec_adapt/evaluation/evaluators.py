@@ -5,7 +5,7 @@ evaluation of a step is complete if and only if the metrics contain its loss,
 and a restart drops the results of later steps.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 import dataclasses
 import functools
 import itertools
@@ -24,13 +24,14 @@ from encdec_adapt.evaluation.tasks import task_groups
 from encdec_adapt.files import paths
 from encdec_adapt.generation import model_in_memory
 from encdec_adapt.models import base_model
+from encdec_adapt.sharding import placement as placement_lib
 from encdec_adapt.stored import model_on_disk
 from encdec_adapt.training import job_telemetry, setup
 from encdec_adapt.training import state as state_lib
 from encdec_adapt.training.jobs import job as job_lib
 from encdec_adapt.training.jobs import record_batches
 from encdec_adapt.training.jobs import trained as trained_lib
-from encdec_adapt.training.metrics import held_out_metrics, token_metrics
+from encdec_adapt.training.metrics import held_out_metrics
 from encdec_adapt.training.sections import evaluation_section
 
 
@@ -85,18 +86,15 @@ class Evaluators:
     self._batch_size = settings.train.eval_batch_size
     self._telemetry, placement = telemetry, trained.phases.placement
     metrics = self._metrics = settings.recipe.metrics
-    # A loss may use frozen models not needed by its held-out metrics.
-    models = {name: trained.phases.models[name] for name in metrics.references}
-    self._references = {name: trained.frozen[name] for name in models}
-    axes = settings.data.objectives[0].rows.axes
-    self._evaluator = perplexity.Evaluator(placement, metrics, axes, models)
-    if isinstance(metrics, token_metrics.Completions):
-      sampled = token_metrics.Sampled(metrics.loss)
-      rows = settings.recipe.rows
-      self._sampled = perplexity.Evaluator(
-        placement, sampled, rows.axes, models
-      )
-    shapes = [settings.model, *(x.config for x in models.values())]
+    self._evaluator = self._compiled(
+      metrics, settings.data.objectives[0].rows.axes
+    )
+    # Compiles once for each of the metrics.
+    self._evaluator_of = functools.cache(
+      functools.partial(self._compiled, axes=settings.recipe.rows.axes)
+    )
+    read = [trained.phases.models[name] for name in metrics.references]
+    shapes = [settings.model, *(model.config for model in read)]
     self._held_out = functools.partial(
       setup.evaluation_batches,
       data.evaluation,
@@ -133,6 +131,19 @@ class Evaluators:
       rules=placement.rules,
     )
 
+  def _compiled(
+    self,
+    metrics: held_out_metrics.HeldOut,
+    axes: placement_lib.BatchAxes,
+  ) -> Callable[..., perplexity.Result]:
+    """Returns the evaluator of metrics, given the frozen models they read."""
+    trained, names = self._trained, metrics.references
+    models = {name: trained.phases.models[name] for name in names}
+    return functools.partial(
+      perplexity.Evaluator(trained.phases.placement, metrics, axes, models),
+      references={name: trained.frozen[name] for name in names},
+    )
+
   def is_due(self, step: int) -> bool:
     """Returns whether any evaluator runs at a step."""
     return any(step % every == 0 for every in self._intervals.values())
@@ -163,14 +174,13 @@ class Evaluators:
     # Each evaluator may exceed the watchdog's timeout for a step.
     beat = functools.partial(self._watch.beat, step, 'evaluate')
     beat()
-    result = self._evaluator(params, self._held_out(), self._references)
+    result = self._evaluator(params, self._held_out())
     task, values = held_out.TASK, result.values
     losses = result.scores(task) + preference_scores.scores(task, result)
-    by_prompt, completions = self._batches.evaluate(step, params, beat)
+    by_prompt, measured = self._batches.evaluate(step, params, beat)
     rewards = [results_store.mean_score(task, *x) for x in by_prompt.items()]
-    if completions:
-      sampled = self._sampled(params, completions, self._references)
-      rewards += sampled.scores(task)
+    for metrics, rows in measured.items():
+      rewards += self._evaluator_of(metrics)(params, rows).scores(task)
     values |= {score.metric: score.value for score in rewards}
     losses += rewards
     scores = {evaluation_section.LOSS: losses}

@@ -34,7 +34,7 @@ from encdec_adapt.training import remat_choice, setup
 
 _STEPS = 'steps.json'
 _REPEATS = 3
-# FLOPs per second of a core: small models train at about this rate.
+# Assumed FLOPs per second of a core, for small models.
 _CORE = 4e10
 # Sections and keys with an effect on a step's time and memory.
 _SHAPE = ('model.', 'compute.', 'loss.', 'mesh.', 'train.batch_size')
@@ -56,9 +56,13 @@ def describe(study: pages.Study, states: stage_states.States) -> str:
     Lines of text: a table of the models, then the sums, then claims.
   """
   trained = [x for x in states.stages.values() if x.module == 'train']
-  steps = _steps(study, states, trained)
-  estimated = () if study.size == 'smoke' else trained
-  passes = text_passes.Passes.of(states, estimated)
+  # A trial of minutes is planned at once.
+  is_rough = study.size == 'smoke'
+  if is_rough and not study.topology:
+    steps = _from_flops(study, trained)
+  else:
+    steps = _steps(study, states, trained)
+  passes = text_passes.Passes.of(states, () if is_rough else trained)
   rows = _models(study, passes, trained, steps)
   costs = _costs(study, states.stages.values(), steps)
   for row in rows:
@@ -254,18 +258,22 @@ def _steps(
   states: stage_states.States,
   trained: Sequence[stages.Stage],
 ) -> Mapping[str, Mapping[str, float]]:
-  if study.size == 'smoke' and not study.topology:
-    rate = _CORE * environment.fingerprint()['cores']
-    return {
-      _shape(study, x): {
-        'seconds': x.flops / (_runs(x) * max(x.settings.train.steps, 1) * rate)
-      }
-      for x in trained
-    }
   shapes = {_shape(study, x): x.settings for x in trained}
   function = plan if study.topology else measure
   target = study.topology or study.platform
   return plan_results.find(states, _STEPS, shapes, function, target)
+
+
+def _from_flops(
+  study: pages.Study, trained: Sequence[stages.Stage]
+) -> Mapping[str, Mapping[str, float]]:
+  rate = _CORE * environment.fingerprint()['cores']
+  return {
+    _shape(study, x): {
+      'seconds': x.flops / (_runs(x) * max(x.settings.train.steps, 1) * rate)
+    }
+    for x in trained
+  }
 
 
 def _job(

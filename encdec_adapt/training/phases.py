@@ -98,6 +98,7 @@ class Phases:
     placement: the trained model and its mesh.
     optimizer: the optimizer of every group.
     groups: all groups, in the order of their start.
+    loss: the loss of a step.
     models: frozen models of the loss, by name.
   """
 
@@ -127,9 +128,9 @@ class Phases:
     self.groups = (
       adapter_groups(placement.adapters)
       if placement.adapters
-      else warmup_groups(table, train.cross_attention_warmup)
+      else warmup_groups(table, train.warmup)
     )
-    self._recipe, self.models = recipe, models
+    self._recipe, self.loss, self.models = recipe, recipe.loss, models
     self._last_step = None  # The last phase's step, if already compiled.
     self._microbatches, self._dropout = train.microbatches, train.dropout
     # Adapter dropout uses the same key.

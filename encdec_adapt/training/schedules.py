@@ -10,7 +10,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from encdec_adapt.base import errors, keys
+from encdec_adapt.base import keys
 
 KINDS = ('cosine', 'linear', 'rsqrt', 'constant')
 
@@ -50,22 +50,15 @@ class ScheduleConfig:
     keys.check(self, 'config.optimizer.')
 
   def warmup(self, total_steps: int) -> int:
-    """Returns the number of warm-up steps.
+    """Returns the number of warm-up steps; a tenth of a shorter job.
 
     Args:
       total_steps: steps of the job; 0 (unknown) before its records exist.
-
-    Raises:
-      UserError: the job is shorter than its warm-up.
     """
     if self.warmup_steps is None:
       return total_steps // 20
-    if 0 < total_steps < self.warmup_steps:
-      raise errors.UserError(
-        f'config.optimizer.warmup_steps is {self.warmup_steps}; it must be at'
-        f' most config.train.steps, {total_steps}.'
-      )
-    return self.warmup_steps
+    is_short = 0 < total_steps < self.warmup_steps
+    return total_steps // 10 if is_short else self.warmup_steps
 
 
 def make_schedule(config: ScheduleConfig, total_steps: int) -> Schedule:
@@ -77,9 +70,6 @@ def make_schedule(config: ScheduleConfig, total_steps: int) -> Schedule:
   Args:
     config: the schedule.
     total_steps: steps of the job.
-
-  Raises:
-    UserError: the job is shorter than the warm-up.
   """
   warmup_steps = config.warmup(total_steps)
   # At least 1: all steps may be warm-up, and `total_steps` unknown (0).

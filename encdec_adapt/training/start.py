@@ -4,7 +4,7 @@ Opening a start reads configs and headers and checks them before any long work;
 `Start.begin` then reads the weights.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import ml_collections
@@ -22,6 +22,7 @@ from encdec_adapt.training import state as state_lib
 from encdec_adapt.training.jobs import job as job_lib
 from encdec_adapt.training.jobs import job_sources
 from encdec_adapt.training.jobs import trained as trained_lib
+from encdec_adapt.training.sections import train_section
 
 
 class Start:
@@ -55,7 +56,6 @@ class Start:
     """
     self._settings, self._phases, self.saved = settings, phases, saved
     self._compute = phases.placement.model.compute
-    config = config_lib.with_warmups(config, settings)
     self._config = config_lib.with_compute(config, self._compute)
     self._meta = saved.read_meta() if saved else {}
     self.step, self.base = saved.step if saved else 0, None
@@ -70,8 +70,13 @@ class Start:
     resume_checks.check_config(
       self._meta, self._config.to_dict(), distributed.log
     )
+    before = self._meta['config']['train']
     resume_checks.check_same_phase(
-      self._meta, settings.train.cross_attention_warmup, saved.step
+      train_section.shortened(
+        before['cross_attention_warmup'], before['steps']
+      ),
+      settings.train.warmup,
+      saved.step,
     )
     saved.require_same(phases.abstract_saved(saved.step))
     if phases.placement.adapters:
@@ -116,6 +121,8 @@ class Start:
       UserError: a frozen model or the base differs between processes or from
         the checkpoint, or no policy of 'auto' fits.
     """
+    for note in _warmup_notes(self._settings, job.resolved.steps):
+      distributed.log(note)
     base_fields, base = {}, {}
     if self.base:
       base_fields = {'base': self.base.describe()}
@@ -201,3 +208,21 @@ class Start:
         job.data.vocabularies,
       )
     return state, costs
+
+
+def _warmup_notes(settings: config_lib.Settings, steps: int) -> Iterator[str]:
+  """Describes warm-ups that are longer than the job."""
+  train, schedule = settings.train, settings.optimizer.schedule
+  for key, given, used in (
+    (
+      'train.cross_attention_warmup',
+      train.cross_attention_warmup,
+      train.warmup,
+    ),
+    ('optimizer.warmup_steps', schedule.warmup_steps, schedule.warmup(steps)),
+  ):
+    if given is not None and given != used:
+      yield (
+        f'config.{key} is {given}, and the job has {steps} steps: its warm-up'
+        f' takes a tenth of them, {used}'
+      )

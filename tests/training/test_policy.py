@@ -35,7 +35,7 @@ def _tokens(old=OLD, importance=1.0):
     for x in (POLICY.split(), REFERENCE.split(), old.split(), WEIGHTS)
   )
   ones = jnp.full_like(weights, importance)
-  return policy.Tokens(policy_, old, reference, ones, weights)
+  return policy.Tokens(policy_, old, reference, ones, weights, ones)
 
 
 def _value(kind, tokens):

@@ -2,7 +2,6 @@
 
 import pytest
 
-from encdec_adapt.base import errors
 from encdec_adapt.training import schedules
 
 
@@ -39,6 +38,6 @@ def test_warmup_goes_by_the_groups_count_and_decay_by_the_step():
   assert _rates(config, 24, [(14, 0)]) == pytest.approx([0.25 * 0.5])
 
 
-def test_a_warmup_longer_than_the_job_is_refused():
-  with pytest.raises(errors.UserError, match='optimizer.warmup_steps is 11'):
-    schedules.ScheduleConfig('cosine', 1.0, 11).warmup(10)
+@pytest.mark.parametrize('steps, warmup', [(0, 11), (10, 1), (11, 11)])
+def test_a_warmup_longer_than_the_job_is_shortened(steps, warmup):
+  assert schedules.ScheduleConfig('cosine', 1.0, 11).warmup(steps) == warmup

@@ -23,6 +23,7 @@ from encdec_adapt.objectives import framing
 from encdec_adapt.training import job_telemetry, rollouts
 from encdec_adapt.training.jobs import completion_rewards, record_batches
 from encdec_adapt.training.jobs import job as job_lib
+from encdec_adapt.training.metrics import token_metrics
 
 FILE = 'rollouts.jsonl'
 _SHOWN = 2  # Prompts of a batch written to the file.
@@ -125,7 +126,7 @@ class PolicyBatches(record_batches.SampledBatches):
 
   def evaluate(
     self, step: int, params: base_model.Params, beat: Callable[[], None]
-  ) -> tuple[dict[str, list[float]], list[framing.Batch]]:
+  ) -> tuple[dict[str, list[float]], record_batches.Measured]:
     """Scores completions of all held-out prompts; all processes call it.
 
     Args:
@@ -135,8 +136,8 @@ class PolicyBatches(record_batches.SampledBatches):
 
     Returns:
       For each prompt, `reward` of its greedy completion, and means over its
-      other completions: `sampled_reward` and `length`; and this process's rows
-      of the latter, of the size of a microbatch.
+      other completions: `sampled_reward` and `length`; and metrics of the
+      latter with this process's rows, of the size of a microbatch.
 
     Raises:
       RewardError: a reward could not be computed.
@@ -163,7 +164,7 @@ class PolicyBatches(record_batches.SampledBatches):
       'reward': rewards[:, 0].tolist(),
       'sampled_reward': rewards[:, 1:].mean(axis=1).tolist(),
       'length': counts[:, 1:].mean(axis=1).tolist(),
-    }, framed
+    }, {token_metrics.Sampled(self._recipe.metrics.loss): framed}
 
   def _sample(
     self, records, rows, step, params, phase=_no_phase, greedy=False

@@ -4,7 +4,7 @@
 sampled completions (`on_policy`), or add rewards (`policy_batches`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -14,6 +14,10 @@ from encdec_adapt.models import base_model
 from encdec_adapt.objectives import framing
 from encdec_adapt.training import job_telemetry, rollouts, setup
 from encdec_adapt.training.jobs import job as job_lib
+from encdec_adapt.training.metrics import held_out_metrics
+
+# Held-out metrics -> this process's rows, framed as training rows.
+Measured = Mapping[held_out_metrics.HeldOut, Sequence[framing.Batch]]
 
 
 class RecordBatches:
@@ -50,8 +54,8 @@ class RecordBatches:
 
   def evaluate(
     self, step: int, params: base_model.Params, beat: Callable[[], None]
-  ) -> tuple[dict[str, list[float]], list[framing.Batch]]:
-    """Returns scores and rows of completions of held-out prompts, if any.
+  ) -> tuple[dict[str, list[float]], Measured]:
+    """Returns scores of completions of held-out prompts, and what to measure.
 
     Args:
       step: step of the parameters.
@@ -59,7 +63,7 @@ class RecordBatches:
       beat: called before each batch of prompts, for the watchdog.
     """
     del step, params, beat
-    return {}, []
+    return {}, {}
 
   def _read(self) -> framing.Batch:
     with self._telemetry.spent('data'):

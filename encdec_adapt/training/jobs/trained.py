@@ -41,6 +41,11 @@ class Trained:
     """Section `compute`, resolved for the devices."""
     return self.phases.placement.model.compute
 
+  @property
+  def references(self) -> dict[str, base_model.Params]:
+    """Parameters of the frozen models that a step reads, by name."""
+    return {name: self.frozen[name] for name in self.phases.loss.references}
+
   def params(self, state: state_lib.TrainState) -> base_model.Params:
     """Returns the parameters of the model, merged with the base."""
     return self.phases.placement.attach(self.base, state.params)
@@ -48,7 +53,8 @@ class Trained:
   def make_step(self, step: int) -> Step:
     """Returns the training step of a step's phase."""
     compiled = self.phases.make_step(self.schedule, step)
-    return lambda state, batch: compiled(state, batch, self.frozen, self.base)
+    others = self.references, self.base
+    return lambda state, batch: compiled(state, batch, *others)
 
   def with_remat(
     self, job: job_lib.Job, state: state_lib.TrainState
@@ -64,7 +70,7 @@ class Trained:
     """
     phases, recipe, train = self.phases, job.recipe, job.settings.train
     # The last phase, which trains the most parameters.
-    abstract, others = phases.abstract(), (self.frozen, self.base)
+    abstract, others = phases.abstract(), (self.references, self.base)
     batch = setup.abstract_batch(
       phases.placement,
       recipe.rows,

@@ -42,6 +42,7 @@ class Tokens(NamedTuple):
     importance: importance weights that correct the mismatch between sampler
       and trainer.
     weights: 1 at counted tokens, else 0.
+    entropy: entropy of the policy at each token.
   """
 
   log_probs: Array
@@ -49,6 +50,7 @@ class Tokens(NamedTuple):
   reference: Array
   importance: Array
   weights: Array
+  entropy: Array
 
   def sum(self, values: Array) -> Float[Array, 'P G']:
     """Sums values over counted tokens."""
@@ -130,8 +132,8 @@ class Policy(loss.Loss):
     outputs: loss.Outputs,
     frozen: loss.Readers,
     batch: loss.Batch,
-  ) -> tuple[Tokens, Float[Array, 'P G']]:
-    """Returns tensors of the tokens, and the summed entropy of completions.
+  ) -> Tokens:
+    """Returns tensors of the tokens.
 
     Args:
       outputs: outputs of the trained model.
@@ -153,8 +155,8 @@ class Policy(loss.Loss):
     importance = jnp.ones_like(old)
     if self.truncate:
       importance = jnp.minimum(ratios, self.truncate)
-    tokens = Tokens(log_probs, old, reference, importance, batch['weights'])
-    return tokens, tokens.sum(entropy)
+    weights = batch['weights']
+    return Tokens(log_probs, old, reference, importance, weights, entropy)
 
   def terms(
     self,
@@ -163,13 +165,13 @@ class Policy(loss.Loss):
     batch: loss.Batch,
   ) -> loss.Terms:
     """Computes the sums of the loss and its metrics; see `loss.Loss.terms`."""
-    tokens, entropy = self.tokens(outputs, frozen, batch)
+    tokens = self.tokens(outputs, frozen, batch)
     kl = tokens.kl
     advantages = self.advantages(batch['rewards'], kl)
     losses = self.completion_loss(advantages, tokens)
     values = {
       'loss': jnp.where(_counts(tokens.weights), losses, 0.0),
-      'entropy': entropy,
+      'entropy': tokens.sum(tokens.entropy),
       'gap': tokens.sum(jnp.abs(tokens.old - batch['sampler_log_probs'])),
     }
     if self.references:

@@ -78,11 +78,6 @@ class Completions(TargetTokens):
   loss: policy.Policy
 
   @property
-  def references(self) -> tuple[str, ...]:
-    """The reference of the KL."""
-    return self.loss.references
-
-  @property
   def curves(self) -> tuple[str, ...]:
     """The metrics recorded during training."""
     names = (*TargetTokens.curves, 'reward', 'sampled_reward', 'length')
@@ -99,6 +94,11 @@ class Sampled(held_out_metrics.HeldOut):
   loss: policy.Policy
 
   @property
+  def references(self) -> tuple[str, ...]:
+    """The reference of the KL."""
+    return self.loss.references
+
+  @property
   def names(self) -> tuple[str, ...]:
     """Names of the metrics."""
     return ('entropy', 'kl') if self.loss.references else ('entropy',)
@@ -110,9 +110,9 @@ class Sampled(held_out_metrics.HeldOut):
     batch: loss_lib.Batch,
   ) -> held_out_metrics.Ratios:
     """Computes the metrics; see `HeldOut.ratios`."""
-    tokens, entropy = self.loss.tokens(outputs, readers, batch)
+    tokens = self.loss.tokens(outputs, readers, batch)
     counts = jnp.sum(tokens.weights, axis=-1)  # [P, G]
-    terms = [(entropy, counts)]
+    terms = [(tokens.sum(tokens.entropy), counts)]
     if self.loss.references:
       terms.append((tokens.kl, counts > 0))
     return [

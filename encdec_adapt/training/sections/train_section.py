@@ -102,6 +102,11 @@ class TrainConfig:
         ' them to 0.'
       )
 
+  @property
+  def warmup(self) -> int:
+    """First steps in which only cross-attention trains."""
+    return shortened(self.cross_attention_warmup, self.steps)
+
   def check_steps(self, steps: int) -> None:
     """Checks that a job is longer than the warm-up of cross-attention.
 
@@ -111,10 +116,19 @@ class TrainConfig:
     Raises:
       UserError: the job is too short.
     """
-    if 0 < steps <= self.cross_attention_warmup:
+    if 0 < steps <= self.warmup:
       raise errors.UserError(
-        'config.train.cross_attention_warmup'
-        f' ({self.cross_attention_warmup}) leaves none of the'
-        f' {steps} steps to the other parameters; lower it or raise'
+        f'config.train.cross_attention_warmup ({self.warmup}) leaves none of'
+        f' the {steps} steps to the other parameters; lower it or raise'
         ' config.train.steps.'
       )
+
+
+def shortened(warmup: int, steps: int) -> int:
+  """Returns a warm-up of cross-attention, shortened for a short job.
+
+  Args:
+    warmup: `config.train.cross_attention_warmup`.
+    steps: `config.train.steps`.
+  """
+  return steps // 10 if 0 < steps <= warmup else warmup
