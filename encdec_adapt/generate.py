@@ -32,6 +32,7 @@ import functools
 import hashlib
 import json
 import pathlib
+import sys
 import time
 from typing import Any
 
@@ -133,6 +134,11 @@ def main(values: flags.FlagValues) -> int:
     options |= {'prefix': encoder.prefix, 'step': stored.step}
     results = _Results(values.output, prompts, options)
     prompt_encoding.print_prefix(stored, encoder.prefix)
+    if stored.framing.chats and not values.chat and distributed.is_lead():
+      note = (
+        'answers chats: with --chat, a prompt is a turn of the user'
+      )
+      print(f'{stored.path}: {note}', file=sys.stderr)
     finished = distributed.from_lead(lambda: sorted(results.lines))
     pending = {i: ids for i, ids in enumerate(encoded) if i not in finished}
     if pending:

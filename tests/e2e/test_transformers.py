@@ -67,7 +67,7 @@ def test_an_exported_run_generates_the_same_text(
 
 
 @pytest.mark.long
-def test_a_model_tuned_on_chats_answers_alike(tmp_path):
+def test_a_model_tuned_on_chats_answers_alike(tmp_path, capsys):
   texts = ['two cats sleep', 'the quick brown fox']
   answers = ['ask the fox', 'they sleep']
   lines = [
@@ -125,3 +125,6 @@ def test_a_model_tuned_on_chats_answers_alike(tmp_path):
     ),
   )
   assert theirs == ours == answers
+  assert '--chat' not in capsys.readouterr().err
+  _ours(run, tmp_path / 'plain.json', '--prompt=x')
+  assert 'with --chat, a prompt is a turn of' in capsys.readouterr().err

@@ -62,7 +62,10 @@ def interval(score: results_store.Score) -> tuple[float, float] | None:
   """Returns the 95 % interval of a score; None if its error is unknown."""
   if _is_grouped(score):
     x = contrasts.interval([[score]], CONFIDENCE)
-    return (x.low, x.high) if x.groups > 1 else None
+    bounds = (x.low, x.high) if x.groups > 1 else None
+    if bounds and score.scores and _is_binary(score):
+      bounds = max(x.low, 0.0), min(x.high, 1.0)
+    return bounds
   if score.scores and _is_binary(score):
     # Student's interval has zero width if all answers are right, and may exceed
     # [0, 1]; Wilson's does neither.

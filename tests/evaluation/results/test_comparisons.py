@@ -192,6 +192,12 @@ def test_examples_of_a_group_are_no_evidence_of_their_own():
   assert comparisons.compare([single], [first]) is None
 
 
+def test_proportions_of_groups_are_between_0_and_1():
+  score = results_store.mean_score('t', 'accuracy', [1, 1, 1, 0], 'aabc')
+  low, high = comparisons.interval(score)
+  assert 0 <= low < 0.75 < high == 1
+
+
 def test_several_runs_of_an_arm():
   rng = np.random.default_rng(0)
   arms = [[_ratio(rng.normal(3, 1, 4)) for _ in range(3)] for _ in range(2)]
