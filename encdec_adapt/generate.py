@@ -135,9 +135,7 @@ def main(values: flags.FlagValues) -> int:
     results = _Results(values.output, prompts, options)
     prompt_encoding.print_prefix(stored, encoder.prefix)
     if stored.framing.chats and not values.chat and distributed.is_lead():
-      note = (
-        'answers chats: with --chat, a prompt is a turn of the user'
-      )
+      note = 'answers chats: with --chat, a prompt is a turn of the user'
       print(f'{stored.path}: {note}', file=sys.stderr)
     finished = distributed.from_lead(lambda: sorted(results.lines))
     pending = {i: ids for i, ids in enumerate(encoded) if i not in finished}
