@@ -249,7 +249,8 @@ class JobTelemetry(contextlib.AbstractContextManager):
         f' the save of step {within}'
       )
     if self.stagnates:
-      better = 'higher' if self._held_out.highest else 'lower'
+      rises = held_out_metrics.rank(self._held_out, 1.0) < 0
+      better = 'higher' if rises else 'lower'
       return (
         f'no {better} held-out {self._held_out.selects} in {self._patience}'
         f' evaluations: the job ends at step {step} of {steps}'

@@ -30,7 +30,6 @@ class Comparisons(held_out_metrics.HeldOut):
   curves: ClassVar[tuple[str, ...]] = ('loss', 'accuracy', 'brier', 'margin')
   selects: ClassVar[str] = 'accuracy'
   shown: ClassVar[tuple[str, ...]] = ('loss', 'margin', 'accuracy')
-  highest: ClassVar[bool] = True
   unit: ClassVar[str] = 'of preferences'
 
   loss: comparison.Comparison

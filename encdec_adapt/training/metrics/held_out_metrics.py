@@ -23,10 +23,10 @@ class HeldOut:
     names: names of the metrics, in the order of `ratios`.
     curves: metrics recorded during training, including `loss`; metrics not in
       `names` are computed from completions (`training.jobs.policy_batches`).
-    selects: the metric of `keep_best` and `patience`.
+    selects: the metric of `keep_best` and `patience`: the loss, or a metric of
+      which higher values are better.
     shown: metrics of progress lines (of a step), and of the last line and the
       model card (held-out); those of `curves`, in the order shown.
-    highest: whether higher values are better.
     unit: its unit in printed lines.
     references: names of frozen models of the metrics.
     loss: the loss, for its predictions and options.
@@ -36,7 +36,6 @@ class HeldOut:
   curves: ClassVar[tuple[str, ...]]
   selects: ClassVar[str] = 'loss'
   shown: ClassVar[tuple[str, ...]] = ('loss',)
-  highest: ClassVar[bool] = False
   unit: ClassVar[str]
   references: ClassVar[tuple[str, ...]] = ()
 
@@ -85,7 +84,7 @@ def ratios(
 
 def rank(metrics: HeldOut, value: float) -> float:
   """Returns a sort key of a value of `selects`, lowest for the best."""
-  return -value if metrics.highest else value
+  return value if metrics.selects == 'loss' else -value
 
 
 def format_value(name: str, value: float) -> str:

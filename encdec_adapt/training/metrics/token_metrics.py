@@ -72,7 +72,6 @@ class Completions(TargetTokens):
 
   selects: ClassVar[str] = 'reward'
   shown: ClassVar[tuple[str, ...]] = ('reward', 'kl', 'length', 'entropy')
-  highest: ClassVar[bool] = True
   unit: ClassVar[str] = 'of greedy completions'
 
   loss: policy.Policy
