@@ -58,7 +58,7 @@ TUNED = {
 }
 # Of a claim on the tokens to a loss, a ratio.
 FEWER = {
-  'metric': pages.CROSSING,
+  'metric': pages.LOSS,
   'smallest': 1.25,
   'reason': 'a fifth fewer tokens',
 }

@@ -5,7 +5,7 @@ verdict once no seed is missing. A model without seeds, such as an imported one,
 is compared with every seed of the other arm. No model is read here.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
 import math
 from typing import Any
@@ -21,7 +21,7 @@ from encdec_adapt.evaluation.results import (
 )
 from encdec_adapt.evaluation.results import number_format as numbers
 from encdec_adapt.lab import collected as collected_lib
-from encdec_adapt.lab import crossings, pages, score_tables, variances, verdicts
+from encdec_adapt.lab import pages, score_tables, variances, verdicts
 
 Collected = collected_lib.Collected
 Run = collected_lib.Run
@@ -41,9 +41,10 @@ class Result:
     claim: the claim.
     level: level of the interval, 0 to 1.
     seeds: seeds of the effect.
+    parameters: parameters of the largest of its models.
     groups: groups of documents, or examples; 0 for a metric without them.
     effective: effective number of groups (`crossed_intervals.Interval`).
-    effect: the effect, a ratio of tokens for crossings; None without one.
+    effect: the effect; None without one.
     low: lower bound of its interval; None with a single seed.
     high: upper bound.
     verdict: the verdict, or ''.
@@ -53,6 +54,7 @@ class Result:
   claim: pages.Claim
   level: float
   seeds: int = 0
+  parameters: float = 0
   groups: int = 0
   effective: float = 0.0
   effect: float | None = None
@@ -65,9 +67,7 @@ class Result:
   def contrast(self) -> str:
     """The metric and the contrast, as text."""
     names, text = self.claim.contrast, '{1} - {0}'
-    if self.claim.is_crossing:
-      text = 'tokens of {1} to the loss of {0}, over its tokens'
-    elif len(names) == 4:
+    if len(names) == 4:
       text = '({1} - {0}) - ({3} - {2})'
     return f'{self.claim.metric}: {text.format(*names)}'
 
@@ -85,19 +85,18 @@ class Result:
 
   def _text(self, value: float) -> str:
     # Two digits of the smallest relevant difference.
-    unit = self.claim.smallest - self.claim.is_crossing
-    digits = max(0, 1 - math.floor(math.log10(unit)))
-    return f'{value:{"" if self.claim.is_crossing else "+"}.{digits}f}'
+    digits = max(0, 1 - math.floor(math.log10(self.claim.smallest)))
+    return f'{value:+.{digits}f}'
 
   @property
   def drawn(self) -> tuple[str | float | None, ...]:
     """Verdict, effect and bounds, for `report_figures.draw_claims`."""
-    claim, scale = self.claim, _scale(self.claim)
+    claim = self.claim
     sign = -1 if claim.direction == 'less' else 1
     if claim.direction == 'no better':  # Worse points right.
       sign = 1 if score_tables.lower_is_better(claim.metric) else -1
     scaled = (
-      None if x is None else sign * scale(x) / scale(claim.smallest)
+      None if x is None else sign * x / claim.smallest
       for x in (self.effect, self.low, self.high)
     )
     return self.verdict or NO_VERDICT, *scaled
@@ -111,7 +110,10 @@ class Result:
   @property
   def outcome(self) -> str:
     """Verdict and note, as text."""
-    return ': '.join(filter(None, (self.verdict, self.note)))
+    verdict = self.verdict
+    if verdict and self.parameters:
+      verdict += f' at {numbers.count(self.parameters)} parameters'
+    return ': '.join(filter(None, (verdict, self.note)))
 
   @property
   def sentence(self) -> str:
@@ -125,36 +127,67 @@ class Result:
     return f'{text} {self.contrast}: {size}, of {self.over}.'
 
 
-def _scale(claim: pages.Claim) -> Callable[[float], float]:
-  return math.log if claim.is_crossing else float
-
-
 def level(claim: pages.Claim, study: pages.Study) -> float:
   """Returns the level of the interval of a claim."""
   primary = sum(x.primary for x in study.claims)
   return verdicts.level(primary) if claim.primary else _LEVEL
 
 
-def planned_power(
-  claim: pages.Claim, study: pages.Study
-) -> verdicts.Power | None:
-  """Returns the planned power of a claim.
+@dataclasses.dataclass(frozen=True)
+class Power:
+  """What a claim can show, by the variances of other studies.
+
+  Attributes:
+    claim: the claim.
+    effect: result of `verdicts.detectable`.
+  """
+
+  claim: pages.Claim
+  effect: float | None
+
+  @property
+  def is_low(self) -> bool:
+    """Whether it is low."""
+    claim = self.claim
+    return verdicts.is_low(claim.direction, claim.smallest, self.effect)
+
+  def describe(self) -> str:
+    """Returns the effect with 80 % power, as text."""
+    effect = 'no effect' if self.effect is None else f'{self.effect:.3g}'
+    low = ', low power' * self.is_low
+    return f'80 % power at {effect} (m = {self.claim.smallest:g}{low})'
+
+
+def power(
+  claim: pages.Claim,
+  study: pages.Study,
+  architectures: Mapping[str, str],
+) -> Power | None:
+  """Returns the power of a claim.
+
+  Args:
+    claim: the claim.
+    study: its study.
+    architectures: architecture of trained models, by name.
 
   Returns:
     None with a single seed, or without variances of other studies.
   """
   seeds, evaluation = study.planned_seeds(claim), study.evaluation_for(claim)
   page, name = study.origin(evaluation)
+  kind = variances.kind(map(architectures.get, claim.contrast))
   planned = variances.planned(
     configs.path('studies/variances.json'),
-    f'{name}/{claim.metric}',
+    f'{kind}/{name}/{claim.metric}',
     page,
     len(claim.contrast),
   )
   if planned is None or seeds < 2:
     return None
   layout = planned, seeds, planned.groups, level(claim, study)
-  return verdicts.planned_power(claim.direction, claim.smallest, *layout)
+  return Power(
+    claim, verdicts.detectable(claim.direction, claim.smallest, *layout)
+  )
 
 
 def reported(
@@ -201,7 +234,7 @@ def result(collected: Collected, claim: pages.Claim) -> Result:
   """Returns the result of a claim."""
   study, effect = collected.study, {}
   confidence = level(claim, study)
-  metric, evaluation = claim.measured, study.evaluation_for(claim)
+  metric, evaluation = claim.metric, study.evaluation_for(claim)
   planned = max(study.planned_seeds(claim), 1) if evaluation.all_seeds else 1
   complete = [
     runs
@@ -213,23 +246,22 @@ def result(collected: Collected, claim: pages.Claim) -> Result:
     complete, note = [], f'withdrawn: {claim.withdrawn}'
   elif len(complete) < planned:
     note = f'{len(complete)} of {planned} seeds are there'
-  if complete:
+  arms = [*zip(*complete, strict=True)]
+  if arms:
     try:
-      if claim.is_crossing:
-        effect = _crossing(collected, evaluation, complete, confidence)
-      else:
-        arms = [
-          [reported(run, metric, evaluation) for run in runs]
-          for runs in zip(*complete, strict=True)
-        ]
-        x = interval(arms, confidence)
-        effect = {'effect': x.effect, 'low': x.low, 'high': x.high}
-        effect['seeds'] = x.seeds
-        if arms[0][0].scores:
-          effect |= {'groups': x.groups, 'effective': x.effective_groups}
+      scores = [
+        [reported(x, metric, evaluation) for x in runs] for runs in arms
+      ]
+      x = interval(scores, confidence)
+      effect = {'effect': x.effect, 'low': x.low, 'high': x.high}
+      effect['seeds'] = x.seeds
+      if scores[0][0].scores:
+        effect |= {'groups': x.groups, 'effective': x.effective_groups}
     except errors.UserError as error:
       note = str(error)
-  if 'effect' in effect:
+  if effect:
+    counts = [run.counts['parameters'] for runs in arms for run in runs]
+    effect['parameters'] = max(counts)
     if effect['seeds'] == 1:
       # An interval over groups alone would ignore the seeds.
       effect |= {'low': None, 'high': None}
@@ -237,16 +269,52 @@ def result(collected: Collected, claim: pages.Claim) -> Result:
     elif not note and not claim.primary:
       note = 'not primary: no verdict'
     elif not note:
-      values = claim.smallest, effect['low'], effect['high']
       verdict = verdicts.verdict(
         claim.direction,
-        *map(_scale(claim), values),
+        claim.smallest,
+        *(effect[x] for x in ('effect', 'low', 'high')),
         lower_is_better=score_tables.lower_is_better(metric),
       )
-      power = planned_power(claim, study)
-      if power is not None and power.reproduced < verdicts.ENOUGH:
-        note = 'low power'
+      leads = [lead(runs, metric, evaluation) for runs in arms]
+      if not any(x is None or x >= claim.smallest for x in leads):
+        verdict = verdicts.NOT_LEARNED
+        note = f'ahead of the floor by at most {max(leads):.3g}'
+      else:
+        kinds = {x[0].model: x[0].values.get('model.kind') for x in arms}
+        if (found := power(claim, study, kinds)) and found.is_low:
+          note = 'low power'
   return Result(claim, confidence, **{'note': note, **effect}, verdict=verdict)
+
+
+def lead(
+  runs: Sequence[Run], metric: str, evaluation: Evaluation
+) -> float | None:
+  """Returns how far a model is ahead of its floor; see `Evaluation.floors`.
+
+  Args:
+    runs: the runs of an arm.
+    metric: 'TASK/METRIC'.
+    evaluation: an evaluation with the metric.
+
+  Returns:
+    The mean over the runs, better is positive; 0 if its 95 % interval holds 0;
+    None for a metric without a floor here.
+  """
+  floor = evaluation.floors.get(metric)
+  arms = [[reported(run, metric, evaluation) for run in runs]]
+  if isinstance(floor, str):
+    others = [reported(run, floor, evaluation) for run in runs]
+    if None in others:
+      return None
+    floor = others[0].value
+    if others[0].scores:  # On the same examples.
+      arms, floor = [others, *arms], 0.0
+  if floor is None:
+    return None
+  x = interval(arms)
+  sign = -1 if score_tables.lower_is_better(metric) else 1
+  ahead, *bounds = (sign * (y - floor) for y in (x.effect, x.low, x.high))
+  return ahead if min(bounds) > 0 else 0.0
 
 
 def _runs(
@@ -258,41 +326,6 @@ def _runs(
     seed = seeds[index] if len(seeds) > 1 else (*seeds, None)[0]
     runs.append(next((x for x in collected.of(name) if x.seed == seed), None))
   return runs
-
-
-def _crossing(
-  collected: Collected,
-  evaluation: Evaluation,
-  complete: Sequence[Sequence[Run]],
-  confidence: float,
-) -> dict[str, Any]:
-  """Returns the fields of a `Result` for a crossing.
-
-  The effect is the tokens to another arm's loss, relative to that arm's tokens.
-  """
-  tokens, divisors, ends, bounds = [], [], [], []
-  for source, run in complete:
-    if not has_common_rows(collected, run, evaluation):
-      note = f'the curve of {run.model} is on other rows than its evaluation'
-      return {'note': note}
-    counts, losses = run.curve['target_tokens'], run.curve['loss']
-    loss = target_loss(source, run, evaluation)
-    tokens.append(crossings.crossing(counts, losses, loss))
-    bounds.append(crossings.upper_bound(counts, losses, loss))
-    divisors.append(source.summary['target_tokens'])
-    ends.append(counts[-1])
-  seeds = {'seeds': len(complete)}
-  if None not in tokens:
-    x = _over_seeds(np.log(tokens) - np.log(divisors), confidence)
-    return seeds | {
-      name: math.exp(getattr(x, name)) for name in ('effect', 'low', 'high')
-    }
-  note = f'not reached in {numbers.count(min(ends))} target tokens'
-  if all(map(any, zip(tokens, bounds, strict=True))):
-    most = max(filter(None, bounds))
-    note = f'reached in at most {numbers.count(most)} target tokens, at the'
-    note += ' first evaluation'
-  return seeds | {'note': note}
 
 
 def has_common_rows(

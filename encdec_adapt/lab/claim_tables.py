@@ -42,6 +42,7 @@ def row(result: claim_results.Result) -> dict[str, str]:
     'verdict': result.outcome,
     'contrast': result.contrast,
     'level': f'{100 * result.level:.4g} %' if result.interval else '',
+    'claimed': claim.direction,
     'smallest that matters': f'{claim.smallest:g}: {claim.reason}',
     'their numbers': claim.paper,
     'source': claim.source,

@@ -21,9 +21,6 @@ from encdec_adapt.base import errors
 DIRECTIONS = ('greater', 'less', 'equal', 'no better')
 # Most claims with a verdict: more would widen the intervals.
 MOST_PRIMARY = 5
-# Metric of crossings: target tokens at which the second arm reaches the first
-# arm's loss, as a ratio to the first arm's tokens.
-CROSSING = 'crossing/loss'
 LOSS = 'held_out/loss'
 _NAME = re.compile(r'\w[\w.-]*')
 _PLACEHOLDER = re.compile(r'\{(\w[\w.-]*)\}')
@@ -55,12 +52,10 @@ class Claim:
     paper: the paper's numbers, as text; printed, not compared.
     contrast: names of arms: (a, b) for b - a, (a, b, c, d) for (b - a) -
       (d - c).
-    metric: 'TASK/METRIC', a metric of an evaluation of these arms; or
-      `CROSSING`, with ratios of tokens as effect and smallest difference.
+    metric: 'TASK/METRIC', a metric of an evaluation of these arms.
     direction: claimed direction of the contrast: 'greater', 'less', 'equal'
       or 'no better'.
-    smallest: smallest relevant difference, above 0; a ratio above 1 for
-      `CROSSING`.
+    smallest: smallest relevant difference, above 0.
     reason: why a smaller difference does not matter.
     primary: whether the claim gets a verdict; at most 5 per study.
     paired: whether arms with equal seeds must read equal rows.
@@ -79,16 +74,6 @@ class Claim:
   primary: bool = False
   paired: bool = False
   withdrawn: str = ''
-
-  @property
-  def is_crossing(self) -> bool:
-    """Whether the effect is a ratio of tokens."""
-    return self.metric == CROSSING
-
-  @property
-  def measured(self) -> str:
-    """The metric of the evaluation; the loss for crossings."""
-    return LOSS if self.is_crossing else self.metric
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,6 +167,9 @@ class Evaluation:
     models: arms and commands to evaluate; () for all arms.
     all_seeds: whether to evaluate every seed of a model, or only the first.
     seconds: expected time per model on two cores.
+    floors: by metric, what a model that has learned nothing reaches: another
+      metric of the evaluation, or a number, such as the chance of a choice. By
+      default, of the loss, the loss with the inputs of other examples.
   """
 
   name: str
@@ -191,6 +179,9 @@ class Evaluation:
   models: tuple[str, ...] = ()
   all_seeds: bool = True
   seconds: float = 10.0
+  floors: Mapping[str, str | float] = dataclasses.field(
+    default_factory=lambda: {LOSS: 'held_out/loss_shuffled_prefix'}
+  )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -324,7 +315,7 @@ class Study:
 
   def evaluation_for(self, claim: Claim) -> Evaluation | None:
     """Returns the first evaluation with the metric and models of a claim."""
-    return self.evaluation_of(claim.measured, claim.contrast)
+    return self.evaluation_of(claim.metric, claim.contrast)
 
   def stage_of(self, name: str, seed: int | None) -> str:
     """Returns the stage name of an input arm or command.
@@ -372,14 +363,11 @@ class Study:
       text = f'the claim {claim.sentence!r}'
       if len(claim.contrast) not in (2, 4):
         raise self.error(f'{text} has to compare two or four arms')
-      if claim.is_crossing and len(claim.contrast) != 2:
-        raise self.error(f'{text} has a crossing, which is of two arms')
-      least = float(claim.is_crossing)
-      if claim.direction not in DIRECTIONS or not claim.smallest > least:
+      if claim.direction not in DIRECTIONS or not claim.smallest > 0:
         raise self.error(
           f'{text} has direction {claim.direction!r}, which must be one of'
           f' {", ".join(DIRECTIONS)}, and smallest={claim.smallest}, which must'
-          f' be above {least:g}'
+          ' be above 0'
         )
       self._require(claim.contrast, f'{text} names')
       if not self.evaluation_for(claim):

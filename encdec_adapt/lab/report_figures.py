@@ -13,7 +13,7 @@ import textwrap
 from typing import Any
 
 from encdec_adapt.evaluation.measures import inference_cost
-from encdec_adapt.lab import crossings, verdicts
+from encdec_adapt.lab import verdicts
 
 # Colour-blind safe palette (Okabe and Ito, 2008).
 _COLOURS = ('#0072b2', '#d55e00', '#009e73', '#cc79a7', '#e69f00', '#56b4e9')
@@ -169,7 +169,6 @@ def draw_bars(
 def draw_curves(
   curves: Mapping[str, Sequence[Mapping[str, Sequence[float]]]],
   finals: Mapping[str, float],
-  marks: Sequence[tuple[str, float]],
   axis: str,
   axis_label: str,
   model_styles: Styles,
@@ -185,7 +184,6 @@ def draw_curves(
   Args:
     curves: curves of the seeds of every model (`collected.Run.curve`).
     finals: loss of models without a curve on these rows, as horizontal lines.
-    marks: model, and another model's loss crossed by its curve.
     axis: entry of the curves for the x axis: 'target_tokens', 'flops' or
       'step'.
     axis_label: label of the x axis.
@@ -194,7 +192,7 @@ def draw_curves(
     model_styles: style of every model.
   """
   with _subplots(path) as (_, ((axes,),)):
-    ends, means = [*finals.values()], {}
+    ends = [*finals.values()]
     for model, seeds in curves.items():
       # A run may have stopped early.
       points = [
@@ -211,7 +209,6 @@ def draw_curves(
         continue
       x, losses = zip(*points, strict=True)
       y, style = [*map(statistics.fmean, losses)], model_styles[model]
-      means[model] = x, y
       ends.append(y[-1])
       label = model + (f' ({len(seeds)} seeds)' if len(seeds) > 1 else '')
       axes.plot(x, y, **style, linewidth=2, label=label)
@@ -220,11 +217,6 @@ def draw_curves(
     for model, loss in finals.items():
       style = {**model_styles[model], 'linestyle': '--'}
       axes.axhline(loss, **style, label=f'{model} at its end')
-    for model, loss in marks:
-      x = crossings.crossing(*means[model], loss)
-      if x is not None:  # A mean need not cross where all seeds do.
-        style = {'color': model_styles[model]['color'], 'markersize': 12}
-        axes.plot(x, loss, '*', **style, markeredgecolor='black')
     label = 'nats per target token' if metric == 'loss' else metric
     axes.set(xlabel=axis_label, ylabel=label)
     # The ends are compared; the first losses are in numbers.csv.
@@ -232,7 +224,7 @@ def draw_curves(
     if metric == 'loss' and finite and axes.get_ylim()[1] > max(finite) + 1:
       axes.set_ylim(top=max(finite) + 1)
     axes.set_xlim(left=0)
-    if means:
+    if ends:
       axes.legend(fontsize=9)
 
 

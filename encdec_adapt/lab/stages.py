@@ -31,8 +31,6 @@ from encdec_adapt.tokenizers import vocabulary_pair
 
 # Keys of output paths and speed, without effect on results.
 NO_EFFECT = ('compute.compile_cache', 'data.workers', 'train.trackers')
-# Schedules that do not depend on the length of training (`crossings`).
-SCHEDULES = ('constant', 'rsqrt')
 _RATE = 'optimizer.learning_rate'
 _Config = tuple[config_lib.Settings, ml_collections.ConfigDict]
 
@@ -99,9 +97,13 @@ def resolve(study: pages.Study) -> dict[str, Stage]:
   for claim in study.claims:
     if claim.paired:
       resolver.check_paired(claim)
-    if claim.is_crossing:
-      resolver.check_schedule(claim)
   return resolver.stages
+
+
+def architectures(resolved: Mapping[str, Stage]) -> dict[str, str]:
+  """Returns the architecture of trained models, by the name of their arm."""
+  kinds = {x.model: x.values.get('model.kind') for x in resolved.values()}
+  return {name: kind for name, kind in kinds.items() if kind}
 
 
 class _Resolver:
@@ -197,18 +199,6 @@ class _Resolver:
         f' size, rates and seeds are {sorted(rows)}; make them equal, or leave'
         ' out paired'
       )
-
-  def check_schedule(self, claim: pages.Claim) -> None:
-    """Rejects a crossing if its schedule depends on the training length."""
-    arm = self._items[claim.contrast[1]]
-    if isinstance(arm, pages.Arm):
-      schedule = self._config(arm)[1].optimizer.schedule
-      if schedule not in SCHEDULES:
-        raise self.study.error(
-          f'arm {arm.name} has config.optimizer.schedule={schedule!r}, and a'
-          f' claim of tokens to a loss needs {" or ".join(SCHEDULES)}, or runs'
-          ' that end at each length'
-        )
 
   def _command(self, item: pages.Command, name: str, seed: int | None) -> Stage:
     arguments, reads = self._filled(item.arguments, seed, item.name, name)

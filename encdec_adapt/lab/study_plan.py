@@ -76,7 +76,7 @@ def describe(study: pages.Study, states: stage_states.States) -> str:
     lines.append(f'largest training step: {disk.format_bytes(max(sizes))}')
   elif steps:
     lines.append('times are estimates from FLOPs')
-  lines += _claims(study)
+  lines += _claims(study, states)
   if study.topology:
     count = chips.parse(study.topology).chips
     lines.append(
@@ -224,24 +224,16 @@ def _models(
   return list(rows.values())
 
 
-def _claims(study: pages.Study) -> list[str]:
-  lines = []
+def _claims(study: pages.Study, states: stage_states.States) -> list[str]:
+  lines, architectures = [], stages.architectures(states.stages)
   for claim in study.claims:
     level = claim_results.level(claim, study)
     count = study.planned_seeds(claim)
     text = f'no entry of {claim.metric} in variances.json: no planned power'
-    if claim.is_crossing:
-      text = 'of a crossing: no planned power'
     if count < 2:
       text = f'{count} seed: no interval over seeds, no verdict'
-    elif power := claim_results.planned_power(claim, study):
-      effect = 'none' if power.effect is None else f'{power.effect:.3g}'
-      text = (
-        f'80 % power for "reproduced" at an effect of {effect}; at'
-        f' {claim.smallest:g} it is {power.reproduced:.0%}'
-      )
-      if power.no_difference is not None:
-        text += f', for "no difference" at 0 {power.no_difference:.0%}'
+    elif power := claim_results.power(claim, study, architectures):
+      text = power.describe()
     mark = f'primary, level {level:.3g}' if claim.primary else 'no verdict'
     lines.append(f'{claim.sentence} ({mark}): {text}')
   return lines

@@ -37,8 +37,8 @@ Run = collected_lib.Run
 
 _CURVES = (
   'Loss on the held-out rows that jobs evaluate on, of the development part'
-  ' where there is one: the mean of the seeds and their range. A star is where'
-  ' a model has the loss of another; ratios of tokens are among the claims.'
+  ' where there is one: the mean of the seeds and their range. The middle of a'
+  ' curve says little of shorter runs: a learning rate decays to its end.'
 )
 _SEEDS = (
   'Seeds draw parameters and the order of rows. Intervals are over seeds and'
@@ -404,13 +404,12 @@ class _Page:
     for evaluation in self._study.evaluations:
       curves, finals = self._losses(evaluation)
       if curves:
-        marks = self._marks(evaluation)
         images += [
           self._figure(
             f'{evaluation.name}_{axis}',
             f'{evaluation.name}: loss against {label}',
             report_figures.draw_curves,
-            *(curves, finals, marks, axis, label, self._styles),
+            *(curves, finals, axis, label, self._styles),
           )
           for axis, label in axes.items()
         ]
@@ -426,7 +425,7 @@ class _Page:
         for model in self._models
       }
       draw = report_figures.draw_curves
-      draw = functools.partial(draw, curves, {}, (), 'step', 'steps')
+      draw = functools.partial(draw, curves, {}, 'step', 'steps')
       title = f'held-out {name}'
       images.append(
         self._figure(f'held_out_{name}', title, draw, self._styles, name)
@@ -459,17 +458,6 @@ class _Page:
       if claim_results.reported(source, pages.LOSS, evaluation)
     ]
     return statistics.fmean(losses) if losses else None
-
-  def _marks(self, evaluation: Evaluation) -> list[tuple[str, float]]:
-    marks = []
-    for x in self.results:
-      source, *models = x.claim.contrast
-      is_drawn = x.claim.is_crossing and x.effect is not None
-      if is_drawn and self._study.evaluation_for(x.claim) == evaluation:
-        run = self._collected.of(models[0])[0]
-        loss = self._target_loss(source, run, evaluation)
-        marks.append((models[0], loss))
-    return marks
 
   def _quality(self) -> str:
     costs = {

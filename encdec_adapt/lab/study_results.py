@@ -49,17 +49,18 @@ def write_variances(study: pages.Study, states: stage_states.States) -> str:
   Raises:
     UserError: no evaluation has two arms with two finished seeds.
   """
-  arms = {}
+  arms, architectures = {}, stages.architectures(states.stages)
   for evaluation in study.evaluations:
     page, name = study.origin(evaluation)
     if page != study.name:
       continue  # That page writes its own.
     for metric in evaluation.metrics:
       runs = [
-        _finite(states, evaluation, model, metric)
+        (architectures.get(model), _finite(states, evaluation, model, metric))
         for model in study.measured(evaluation)
       ]
-      complete = [x for x in runs if len(x) == max(map(len, runs)) > 1]
+      most = max(len(x) for _, x in runs)
+      complete = [x for x in runs if len(x[1]) == most > 1]
       if len(complete) > 1:
         arms[f'{name}/{metric}'] = complete
   if not arms:

@@ -1,17 +1,18 @@
 """Variances of paired differences in earlier studies, for planned power.
 
-`configs/studies/variances.json` maps 'EVALUATION/TASK/METRIC' (losses of text
-and of answers differ in their variances) to an entry per study: variances over
-seeds, over groups of examples and of the residual, for differences of two arms
-paired over both, pooled over the arms, with degrees of freedom.
+`configs/studies/variances.json` maps 'KIND/EVALUATION/TASK/METRIC' to an entry
+per study: variances over seeds, over groups of examples and of the residual,
+for differences of two arms paired over both, with degrees of freedom. They are
+pooled over the contrasts of a kind: `alike` are those of two models of one
+architecture, `unlike` the others, which differ more from text to text.
 `python -m encdec_adapt.study --study=PAGE --variances` adds the entries of a
 page's results. A page is never planned with its own results.
 
-From the package, this module imports only `files`, `contrasts`,
-`crossed_intervals` and `results_store`.
+From the package, this module imports only `files`, `contrasts` and
+`crossed_intervals`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
 import itertools
 import os
@@ -19,11 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from encdec_adapt.evaluation.results import (
-  contrasts,
-  crossed_intervals,
-  results_store,
-)
+from encdec_adapt.evaluation.results import contrasts, crossed_intervals
 from encdec_adapt.files import atomic, paths
 
 # Below this, a variance is planned with an upper bound of this level.
@@ -52,27 +49,35 @@ class Components:
   groups: int
 
 
+def kind(architectures: Iterable[str | None]) -> str:
+  """Returns the kind of a contrast of models of these architectures."""
+  return 'alike' if len({*architectures}) == 1 else 'unlike'
+
+
 def estimate(
-  arms: Sequence[Sequence[results_store.Score]],
+  compared: Sequence[tuple[contrasts.Arm, contrasts.Arm]],
 ) -> Components:
-  """Estimates the variances from arms with the same examples.
+  """Estimates the variances from pairs of arms with the same examples.
 
   The estimate uses the examples of reports (`contrasts.reported`).
 
   Args:
-    arms: scores of at least two arms, with at least two seeds each.
+    compared: at least one pair of arms, with at least two seeds each; all
+      pairs of some arms.
 
   Raises:
     UserError: the arms differ in their examples or numbers of seeds.
   """
-  arms = [[contrasts.reported(score) for score in arm] for arm in arms]
   pairs = [
-    crossed_intervals.mean_squares(*contrasts.sums(pair))
-    for pair in itertools.combinations(arms, 2)
+    crossed_intervals.mean_squares(
+      *contrasts.sums([[*map(contrasts.reported, arm)] for arm in pair])
+    )
+    for pair in compared
   ]
   # With k arms, the mean over all pairs is twice the mean square of the
   # interaction with arms, with k - 1 times the degrees of freedom of a pair.
-  freedoms = tuple(x * (len(arms) - 1) for x in pairs[0].freedoms)
+  count = len({id(arm) for pair in compared for arm in pair})
+  freedoms = tuple(x * (count - 1) for x in pairs[0].freedoms)
   seeds, groups = pairs[0].seeds, pairs[0].groups
   of_seeds, of_groups, residual = (
     float(np.mean([getattr(x, name) for x in pairs]))
@@ -90,7 +95,7 @@ def planned(
 
   Args:
     path: file of the variances.
-    metric: 'EVALUATION/TASK/METRIC'.
+    metric: 'KIND/EVALUATION/TASK/METRIC'.
     study: name of the planned study; its own entry is ignored.
     arms: arms of the contrast, 2 or 4.
 
@@ -131,23 +136,29 @@ def planned(
 def write(
   path: str | os.PathLike[str],
   study: str,
-  arms: Mapping[str, Sequence[Sequence[results_store.Score]]],
+  arms: Mapping[str, Sequence[tuple[str, contrasts.Arm]]],
 ) -> None:
   """Replaces the entries of a study.
 
   Args:
     path: file of the variances; created if missing.
     study: name of the study.
-    arms: 'EVALUATION/TASK/METRIC' -> scores of its arms with the same examples;
-      see `estimate`. Metrics without per-example values get no entry.
+    arms: 'EVALUATION/TASK/METRIC' -> architecture and scores of its arms with
+      the same examples; see `estimate`. Metrics without per-example values get
+      no entry.
   """
   content = _read(path)
   for entries in content.values():
     entries.pop(study, None)
-  for metric, scores in arms.items():
-    if scores[0][0].scores:
-      components = dataclasses.asdict(estimate(scores))
-      content.setdefault(metric, {})[study] = components
+  for metric, scored in arms.items():
+    by_kind: dict[str, list[Any]] = {}
+    for pair in itertools.combinations(scored, 2):
+      names, scores = zip(*pair, strict=True)
+      if scores[0][0].scores:
+        by_kind.setdefault(kind(names), []).append(scores)
+    for name, compared in by_kind.items():
+      components = dataclasses.asdict(estimate(compared))
+      content.setdefault(f'{name}/{metric}', {})[study] = components
   atomic.write_json(
     paths.at(path), {name: x for name, x in sorted(content.items()) if x}
   )

@@ -1,20 +1,20 @@
-"""Verdicts on the claims of a study, and their planned power.
+"""Verdicts on the claims of a study, and the effect that it can show.
 
-With m the smallest relevant difference and [l, u] the interval of the effect in
-the claimed direction:
+With m the smallest relevant difference, x the effect in the claimed direction
+and [l, u] its interval:
 
-| claim        | reproduced        | contradicted       | no difference     |
-|--------------|-------------------|--------------------|-------------------|
-| a difference | l > 0 and u >= m  | u < 0 and l <= -m  | -m < l and u < m  |
-| equality     | -m < l and u < m  | l >= m or u <= -m  |                   |
-| "no better"  | u < m             | l > 0 and u >= m   |                   |
+| claim        | reproduced        | contradicted      | no difference    |
+|--------------|-------------------|-------------------|------------------|
+| a difference | l > 0 and x >= m  | u < 0, x <= -m    | -m < l and u < m |
+| equality     | -m < l and u < m  | l >= m or u <= -m |                  |
+| "no better"  | u < m             | l > 0 and x >= m  |                  |
 
-All else is undecided. Power is for planning, and overrules no interval.
+A difference with l > 0 and x < m is "positive, size open", with u < 0 and
+x > -m "negative, size open". All else is undecided. Where the true effect is m,
+at most half of the studies reproduce a difference.
 
 From the package, this module imports only `crossed_intervals` and `variances`.
 """
-
-import dataclasses
 
 import numpy as np
 
@@ -23,7 +23,10 @@ from encdec_adapt.lab import variances
 
 REPRODUCED, CONTRADICTED = 'reproduced', 'contradicted'
 NO_DIFFERENCE, UNDECIDED = 'no difference', 'undecided'
-ENOUGH = 0.8  # Planned power below this is low.
+POSITIVE, NEGATIVE = 'positive, size open', 'negative, size open'
+# No arm of the claim is above its floor (`pages.Evaluation.floors`).
+NOT_LEARNED = 'not learned'
+_POWER = 0.8
 _DRAWS = 2000  # Standard error of a power of 0.8: 0.009.
 
 
@@ -39,6 +42,7 @@ def level(primary: int) -> float:
 def verdict(
   direction: str,
   smallest: float,
+  effect: float,
   low: float,
   high: float,
   *,
@@ -50,60 +54,58 @@ def verdict(
     direction: the effect is 'greater' or 'less' than 0, 'equal' to it, or 'no
       better' than it.
     smallest: smallest relevant difference, above 0.
-    low: lower bound of the interval of the effect.
+    effect: the effect.
+    low: lower bound of its interval.
     high: upper bound of the interval.
     lower_is_better: whether lower values are better, for 'no better'.
-
-  Returns:
-    `REPRODUCED`, `CONTRADICTED`, `NO_DIFFERENCE` or `UNDECIDED`.
   """
   if direction == 'less' or (direction == 'no better' and lower_is_better):
-    low, high = -high, -low
+    effect, low, high = -effect, -high, -low
   is_small = -smallest < low and high < smallest
   if direction == 'equal':
     is_reproduced = is_small
     is_contradicted = low >= smallest or high <= -smallest
   elif direction == 'no better':
     is_reproduced = high < smallest
-    is_contradicted = low > 0 and high >= smallest
+    is_contradicted = low > 0 and effect >= smallest
   else:
-    is_reproduced = low > 0 and high >= smallest
-    is_contradicted = high < 0 and low <= -smallest
     if is_small:
       return NO_DIFFERENCE
+    is_reproduced = low > 0 and effect >= smallest
+    is_contradicted = high < 0 and effect <= -smallest
+    if low > 0 and not is_reproduced:
+      return POSITIVE
+    if high < 0 and not is_contradicted:
+      return NEGATIVE
   if is_reproduced:
     return REPRODUCED
   return CONTRADICTED if is_contradicted else UNDECIDED
 
 
-@dataclasses.dataclass(frozen=True)
-class Power:
-  """Planned power of a claim.
+def is_low(direction: str, smallest: float, effect: float | None) -> bool:
+  """Returns whether a claim has low power.
 
-  Attributes:
-    reproduced: probability of `REPRODUCED` at an effect of the smallest
-      difference in the claimed direction; at 0 for 'equal' and 'no better'.
-    no_difference: probability of `NO_DIFFERENCE` at an effect of 0; None for
-      claims without this verdict.
-    effect: effect in the claimed direction at which `REPRODUCED` has
-      probability `ENOUGH`: the smallest for a difference, the largest for
-      'equal' and 'no better'; None without such an effect.
+  Args:
+    direction: direction of the claim; see `verdict`.
+    smallest: smallest relevant difference.
+    effect: result of `detectable`.
   """
+  if effect is None:
+    return True
+  if direction in ('greater', 'less'):
+    return effect > 2 * smallest
+  return effect < 0
 
-  reproduced: float
-  no_difference: float | None
-  effect: float | None
 
-
-def planned_power(
+def detectable(
   direction: str,
   smallest: float,
   components: variances.Components,
   seeds: int,
   groups: int,
   level: float,
-) -> Power:
-  """Computes the power of a claim from variances of earlier runs.
+) -> float | None:
+  """Returns the effect at which a claim is reproduced with 80 % power.
 
   Args:
     direction: direction of the claim; see `verdict`.
@@ -112,8 +114,13 @@ def planned_power(
     seeds: number of seeds, at least 2.
     groups: number of groups of examples, at least 2.
     level: level of the interval.
+
+  Returns:
+    The effect in the claimed direction: the smallest for a difference, the
+    largest for 'equal' and 'no better' (better is positive); None if there is
+    none.
   """
-  # Effects in the claimed direction; losses are negated with their direction.
+  # Losses are negated with their direction.
   direction = 'greater' if direction == 'less' else direction
   seed, group, residual = components.seed, components.group, components.residual
   rng = np.random.default_rng(0)  # The same draws for every effect.
@@ -131,28 +138,23 @@ def planned_power(
   half = crossed_intervals.quantile(freedom, level) * np.sqrt(variance)
   true_variance = seed / seeds + group / groups + residual / (seeds * groups)
   errors = rng.normal(0, np.sqrt(true_variance), _DRAWS)
-  bounds = np.stack([errors - half, errors + half], axis=1)
+  results = np.stack([errors, errors - half, errors + half], axis=1)
 
-  def share(name: str, effect: float) -> float:
-    verdicts = [verdict(direction, smallest, *x) for x in bounds + effect]
-    return verdicts.count(name) / _DRAWS
+  def has_power(effect: float) -> bool:
+    found = [verdict(direction, smallest, *x) for x in results + effect]
+    return found.count(REPRODUCED) >= _POWER * _DRAWS
 
   is_difference = direction == 'greater'
   # Twelve times the spread exceeds every interval drawn above.
   limit = smallest + 12 * (float(np.sqrt(true_variance)) + float(half.max()))
-  # The probability rises with the effect for a difference and falls otherwise.
+  # The power rises with the effect for a difference and falls otherwise.
   lower, upper = (0.0, limit) if direction != 'no better' else (-limit, limit)
-  effect = None
-  if share(REPRODUCED, upper if is_difference else lower) >= ENOUGH:
-    for _ in range(20):
-      middle = (lower + upper) / 2
-      if (share(REPRODUCED, middle) >= ENOUGH) == is_difference:
-        upper = middle
-      else:
-        lower = middle
-    effect = upper if is_difference else lower
-  return Power(
-    share(REPRODUCED, smallest if is_difference else 0.0),
-    share(NO_DIFFERENCE, 0.0) if is_difference else None,
-    effect,
-  )
+  if not has_power(upper if is_difference else lower):
+    return None
+  for _ in range(20):
+    middle = (lower + upper) / 2
+    if has_power(middle) == is_difference:
+      upper = middle
+    else:
+      lower = middle
+  return upper if is_difference else lower

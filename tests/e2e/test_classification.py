@@ -63,6 +63,7 @@ def test_a_decoder_learns_labels_and_stops_early(file, tmp_path, request):
   summary = json.loads((tmp_path / 'run' / 'summary.json').read_text())
   found = folders.evaluate(tmp_path / 'run', tmp_path / 'run/records/eval')
   assert found['accuracy'] > 0.9 and found['macro_f1'] > 0.9
+  assert found['majority'] < found['accuracy']
   # It has ended: the same command trains no more.
   again = _train(source, file, tmp_path / 'run', *flags)
   assert again.returncode == 0, again.stdout + again.stderr

@@ -312,17 +312,6 @@ def test_paired_arms_read_equal_rows(page):
     stages.resolve(study)
 
 
-def test_schedules_that_decay_to_the_last_step_have_no_crossings(page):
-  fields = {'metric': pages.CROSSING, 'smallest': 1.2}
-  claim = _claim(contrast=('scratch', 'pair'), **fields)
-  study = dataclasses.replace(page, claims=(claim,))
-  with pytest.raises(errors.UserError, match='arm pair .*cosine.* constant'):
-    stages.resolve(study)
-  stages.resolve(
-    _changed(study, 'pair', changes={'optimizer.schedule': 'rsqrt'})
-  )
-
-
 def test_arms_that_read_each_other_are_refused(page):
   changes = {'init.mode': 'checkpoint'}
   starts = {'init.encoder': 'tuned'}

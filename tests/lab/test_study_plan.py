@@ -83,8 +83,8 @@ def test_a_page_is_planned_by_variances_of_others(tmp_path, monkeypatch):
   # Losses of answers do not replace, nor plan, those of text.
   residuals = {x: y['encoder']['residual'] for x, y in written.items()}
   assert residuals == {
-    'text/held_out/loss': pytest.approx(2 * 0.01**2, rel=0.5),
-    'answers/held_out/loss': pytest.approx(2 * 0.5**2, rel=0.5),
+    'alike/text/held_out/loss': pytest.approx(2 * 0.01**2, rel=0.5),
+    'alike/answers/held_out/loss': pytest.approx(2 * 0.5**2, rel=0.5),
   }
   (line,) = study_plan.describe(*encoder).splitlines()[1:]
   assert line.endswith(
@@ -94,11 +94,12 @@ def test_a_page_is_planned_by_variances_of_others(tmp_path, monkeypatch):
   wang = _measured('wang', {'text': 0.01})
   study_results.write_variances(*wang)
   merged = json.loads(file.read_text())
-  assert merged['text/held_out/loss'].keys() == {'encoder', 'wang'}
-  assert merged['answers/held_out/loss'] == written['answers/held_out/loss']
+  assert merged['alike/text/held_out/loss'].keys() == {'encoder', 'wang'}
+  answers = 'alike/answers/held_out/loss'
+  assert merged[answers] == written[answers]
   for measured in encoder, wang:
     (line,) = study_plan.describe(*measured).splitlines()[1:]
-    assert '80 % power for "reproduced" at an effect of 0.0' in line
+    assert '80 % power at 0.0' in line
   # Nor is a page of other pages' models planned by these, and it adds nothing.
   other = _measured('correlation', {'encoder.answers': 0.5})
   assert 'no planned power' in study_plan.describe(*other)

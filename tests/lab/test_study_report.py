@@ -37,7 +37,6 @@ def _claim(contrast, metric='held_out/loss', **fields):
 CLAIMS = (
   _claim(('scratch', 'adapted')),
   _claim(('source', 'adapted')),
-  _claim(('scratch', 'adapted'), pages.CROSSING, smallest=1.2),
   _claim(('scratch', 'adapted', 'scratch', 'adapted'), primary=False),
   _claim(('scratch', 'adapted'), 'tasks/acc', direction='greater'),
 )
@@ -154,21 +153,19 @@ def _results(content):
 
 
 def test_claims_have_effects_and_verdicts():
-  ahead, source, tokens, gain, task = _results(_collected(_study()))
-  # Four primary claims.
-  assert ahead.level == pytest.approx(1 - 0.05 / 4) and gain.level == 0.95
+  ahead, source, gain, task = _results(_collected(_study()))
+  # Three primary claims.
+  assert ahead.level == pytest.approx(1 - 0.05 / 3) and gain.level == 0.95
   assert (ahead.seeds, ahead.groups, ahead.verdict) == (3, 40, 'reproduced')
   assert ahead.effective == pytest.approx(40)
   assert ahead.effect == pytest.approx(-0.5, abs=0.002)
-  bounds = pytest.approx((-0.541, -0.459), abs=0.002)
+  bounds = pytest.approx((-0.535, -0.465), abs=0.002)
   assert (ahead.low, ahead.high) == bounds
   assert ahead.effect_text == '-0.500'
   # The source has no seeds: it is compared with each of the pair's.
   assert source.effect == pytest.approx(-0.2, abs=0.002)
   assert (source.seeds, source.verdict) == (3, 'reproduced')
-  # Half a nat of one for each factor of 10.
-  assert tokens.effect == pytest.approx(10**-0.5, abs=0.01)
-  assert (tokens.verdict, tokens.effect_text) == ('reproduced', '0.32')
+  assert ahead.outcome == 'reproduced at 2.35 M parameters'
   # A contrast with itself, which is not primary.
   assert (gain.effect_text, gain.outcome) == (
     '+0.000',
@@ -208,31 +205,46 @@ def test_missing_seeds_have_no_verdict():
     assert (ahead.effect, ahead.note) == (None, '0 of 3 seeds are there')
 
 
-def test_a_curve_that_does_not_cross_has_no_ratio():
-  claims = (_claim(('adapted', 'scratch'), pages.CROSSING, smallest=1.2),)
-  content = _collected(_study(claims=claims))
-  (result,) = _results(content)
-  assert (result.effect, result.verdict) == (None, '')
-  assert result.note == 'not reached in 400 k target tokens'
-  # Reached before anything was measured: a bound, and no ratio.
-  early = dict(target_tokens=[0.0, 4e3], loss=[3.0, 2.9], step=[0, 1])
-  runs = [
-    dataclasses.replace(x, curve=early) if x.model == 'adapted' else x
-    for x in _collected(_study()).runs
-  ]
-  tokens = _results(_collected(_study(), runs=runs))[2]
-  assert (tokens.effect, tokens.low, tokens.verdict) == (None, None, '')
-  assert tokens.note == (
-    'reached in at most 4.00 k target tokens, at the first evaluation'
+def _scores(run, **changes):
+  """A run whose scores of some metrics are others."""
+  scores = [changes.get(x.metric, x) for x in run.scores['loss']]
+  return dataclasses.replace(run, scores={'loss': scores})
+
+
+def test_a_claim_needs_an_arm_that_has_learned():
+  content = _collected(_study())
+
+  def verdicts_of(least, metric='held_out/loss'):
+    # Of all, the loss with other inputs is this much above the loss.
+    runs = []
+    for x in content.runs:
+      (loss,) = (y for y in x.scores['loss'] if y.metric == 'loss')
+      others = dataclasses.replace(
+        loss,
+        metric='loss_shuffled_prefix',
+        value=loss.value + least,
+        scores=tuple(y + least for y in loss.scores),
+      )
+      runs.append(_scores(x, loss_shuffled_prefix=others))
+    ahead, *_ = _results(dataclasses.replace(content, runs=runs))
+    return ahead.outcome
+
+  assert verdicts_of(0.021).startswith('reproduced')
+  assert verdicts_of(0.019) == (
+    'not learned at 2.35 M parameters: ahead of the floor by at most 0.019'
   )
-  runs = [
-    dataclasses.replace(x, values={**x.values, 'data.folder': x.model})
-    for x in _collected(_study()).runs
-  ]
-  content = _collected(_study(), runs=runs)
-  assert _results(content)[2].note == (
-    'the curve of adapted is on other rows than its evaluation'
-  )
+  assert verdicts_of(-0.5).endswith('ahead of the floor by at most 0')
+
+
+def test_chance_is_a_floor():
+  study = _study()
+  (evaluation,) = study.evaluations
+  for floor, verdict in ((0.47, 'no difference'), (0.49, 'not learned')):
+    changed = dataclasses.replace(evaluation, floors={'tasks/acc': floor})
+    *_, task = _results(
+      _collected(dataclasses.replace(study, evaluations=(changed,)))
+    )
+    assert task.verdict == verdict
 
 
 def test_other_examples_are_not_compared():
@@ -309,11 +321,11 @@ def test_write(tmp_path, bucket):
     'Of 3 models, adapted has the lowest held-out loss in the evaluation'
     " 'loss': 2.500 nats per target token, then source with 2.700.",
     'With the inputs of other examples its loss changes by +0.250.',
-    'Primary claims by verdict: reproduced: 3, no difference: 1.',
+    'Primary claims by verdict: reproduced: 2, no difference: 1.',
   ]
   assert first.startswith(
-    'adapted is ahead. Reproduced. held_out/loss: adapted - scratch: -0.500'
-    ' (98.75 % interval -0.5'
+    'adapted is ahead. Reproduced at 2.35 M parameters. held_out/loss: adapted -'
+    ' scratch: -0.500 (98.33 % interval -0.5'
   )
   assert (
     'rate: the best learning rate is 0.003 (losses on development rows: 0.001:'
@@ -360,8 +372,9 @@ def test_write(tmp_path, bucket):
   assert report['summary'] == summary
   assert report['findings'] == sentences[len(summary) + len(CLAIMS) :]
   assert [x['verdict'] for x in report['claims']] == [
-    *('reproduced', 'reproduced', 'reproduced', 'not primary: no verdict'),
-    'no difference',
+    *['reproduced at 2.35 M parameters'] * 2,
+    'not primary: no verdict',
+    'no difference at 2.35 M parameters',
   ]
   with open(tmp_path / 'numbers.csv') as file:
     rows = list(csv.DictReader(file))
@@ -420,7 +433,8 @@ def test_the_table_of_all_claims(tmp_path, monkeypatch):
   )
   start += ' adapted - scratch; 3 seeds; 40 groups | -0.500 (-0.5'
   assert first.startswith(start)
-  end = '| reproduced | `python -m encdec_adapt.study --study=x` | 2.0 |'
+  end = '| reproduced at 2.35 M parameters |'
+  end += ' `python -m encdec_adapt.study --study=x` | 2.0 |'
   assert first.endswith(end)
   figure = tmp_path / 'verdicts.png'
   assert figure.read_bytes().startswith(b'\x89PNG')
@@ -435,7 +449,7 @@ def test_the_table_of_all_claims(tmp_path, monkeypatch):
   draw = lambda rows, path: drawn.extend(row[1] for row in rows)  # noqa: E731
   monkeypatch.setattr(claim_tables.report_figures, 'draw_claims', draw)
   claim_tables.write_readme(readme, folders)
-  assert drawn == ['reproduced'] * 3 + ['no difference']
+  assert drawn == ['reproduced'] * 2 + ['no difference']
   readme.write_text('# Studies')
   with pytest.raises(errors.UserError, match='has no lines <!-- claims -->'):
     claim_tables.write_readme(readme, folders)

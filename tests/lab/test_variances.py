@@ -1,5 +1,7 @@
 """Variances of earlier studies."""
 
+import dataclasses
+import itertools
 import json
 
 import numpy as np
@@ -33,7 +35,7 @@ def _arms(arms=3, seeds=40, groups=60):
 
 
 def test_known_variances_are_found():
-  found = variances.estimate(_arms())
+  found = variances.estimate([*itertools.combinations(_arms(), 2)])
   assert found.freedoms == (2 * 39, 2 * 59, 2 * 39 * 59)
   # A difference of two arms has twice the variance of an arm.
   want = [2 * x * x for x in KNOWN]
@@ -44,21 +46,29 @@ def test_known_variances_are_found():
 
 
 def test_a_file_of_studies(tmp_path):
-  path, arms = tmp_path / 'variances.json', _arms(2, 3, 30)
-  variances.write(path, 'encoder', {'held_out/loss': arms})
-  variances.write(path, 'wang', {'held_out/loss': _arms(2, 3, 30)})
-  variances.write(path, 'encoder', {'held_out/loss': arms})
+  path = tmp_path / 'variances.json'
+  # Two decoders, and a pair that is far from them on every other text.
+  decoders, (pair,) = _arms(2, 3, 30), _arms(1, 3, 30)
+  far = [
+    dataclasses.replace(x, scores=np.roll(x.scores, 1).tolist()) for x in pair
+  ]
+  arms = [('decoder_only', x) for x in decoders] + [('encoder_decoder', far)]
+  for study in ('encoder', 'wang', 'encoder'):
+    variances.write(path, study, {'text/held_out/loss': arms})
   content = json.loads(path.read_text())
-  assert [*content] == ['held_out/loss']
-  assert set(content['held_out/loss']) == {'encoder', 'wang'}
-  assert variances.planned(path, 'held_out/accuracy', 'meap') is None
+  alike, unlike = (f'{x}like/text/held_out/loss' for x in ('a', 'un'))
+  assert [*content] == [alike, unlike]
+  assert set(content[alike]) == {'encoder', 'wang'}
+  assert content[alike]['wang']['freedoms'] == [2, 29, 58]
+  assert content[unlike]['wang']['freedoms'] == [4, 58, 116]
+  groups = [content[x]['wang']['group'] for x in (alike, unlike)]
+  assert groups[1] > 5 * groups[0]
+  assert variances.planned(path, 'alike/text/held_out/accuracy', 'x') is None
   # Never of the page that is planned.
-  (tmp_path / 'single.json').write_text(
-    json.dumps({'held_out/loss': {'wang': content['held_out/loss']['wang']}})
-  )
-  assert (
-    variances.planned(tmp_path / 'single.json', 'held_out/loss', 'wang') is None
-  )
+  del content[alike]['encoder']
+  path.write_text(json.dumps(content))
+  assert variances.planned(path, alike, 'wang') is None
+  assert variances.kind(['decoder_only', None]) == 'unlike'
 
 
 def test_few_degrees_of_freedom_have_upper_bounds(tmp_path):

@@ -105,7 +105,8 @@ class HeldOutEvaluation:
       (share of target tokens), `exact_match` (share of examples with all target
       tokens right under greedy decoding), `target_tokens`, and
       `loss_shuffled_prefix` (not for rows without inputs or with several pairs,
-      nor for a single row); for classifiers also `f1`.
+      nor for a single row); for classifiers also `f1` and `majority`, the share
+      of the most frequent label.
     """
     placement, record_set = model.placement, self.record_set
     spec, count = record_set.spec, len(record_set)
@@ -173,7 +174,9 @@ def _label_scores(
   table = sum(map(np.int64, perplexity.outputs(run, stream, placement)))
   macro, micro = f1(table)
   n = int(table.sum())
+  majority = float(table.sum(axis=1).max() / n)
   return [
+    results_store.Score(TASK, 'majority', majority, None, n),
     results_store.Score(TASK, 'macro_f1', macro, None, n),
     results_store.Score(TASK, 'f1', micro, None, n),
   ]
