@@ -324,8 +324,8 @@ def test_write(tmp_path, bucket):
     'Primary claims by verdict: reproduced: 2, no difference: 1.',
   ]
   assert first.startswith(
-    'adapted is ahead. Reproduced at 2.35 M parameters. held_out/loss: adapted -'
-    ' scratch: -0.500 (98.33 % interval -0.5'
+    'adapted is ahead. Reproduced at 2.35 M parameters. held_out/loss: adapted'
+    ' - scratch: -0.500 (98.33 % interval -0.5'
   )
   assert (
     'rate: the best learning rate is 0.003 (losses on development rows: 0.001:'
