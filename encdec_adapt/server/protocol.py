@@ -199,12 +199,14 @@ def parse(
   stop = (stop,) if isinstance(stop, str) else tuple(stop)
   adapter = model if model in adapters else ''
   try:
-    options = [_sampling(fields, i, top or 0) for i in range(count)]
     requests = [
-      engine_lib.Request(tokens, max_tokens, x, stop, adapter)
+      # Without a seed, each choice of each prompt draws another one.
+      engine_lib.Request(
+        tokens, max_tokens, _sampling(fields, i, top or 0), stop, adapter
+      )
       for tokens, *_ in prompts
       for max_tokens in [_max_tokens(fields, tokens, field, limits)]
-      for x in options
+      for i in range(count)
     ]
   except errors.UserError as error:
     # Messages begin with the name of the option, which equals the field's.
@@ -213,7 +215,7 @@ def parse(
     raise ApiError(400, str(error), param) from None
   usage = bool(fields.get('stream_options', {}).get('include_usage'))
   wants_echo = fields.get('echo', False)
-  echo = [x[1:] for x in prompts for _ in options if wants_echo]
+  echo = [x[1:] for x in prompts for _ in range(count) if wants_echo]
   stream = fields.get('stream', False)
   return Call(requests, count, is_chat, stream, usage, top, echo)
 

@@ -170,6 +170,16 @@ def test_draws_are_of_the_seed(client):
   assert texts[0] == texts[1] != texts[2]
 
 
+def test_equal_prompts_draw_independently_without_a_seed(client):
+  body = {'prompt': ['The'] * 4, 'n': 2, 'max_tokens': 12, 'temperature': 2}
+  answers = [
+    client.post(COMPLETIONS, json=body | change).json()['choices']
+    for change in ({}, {'seed': 3}, {'seed': 3})
+  ]
+  assert len({choice['text'] for choice in answers[0]}) == 8
+  assert answers[1] == answers[2]
+
+
 def test_chats(client):
   body = {**CHAT, 'max_tokens': 9, 'temperature': 0}
   answer = client.post(CHATS, json=body).json()
