@@ -4,13 +4,11 @@ Uses vocabularies and the engine's values; must not depend on HTTP.
 """
 
 from collections.abc import Sequence
-import re
 from typing import Any, NamedTuple
 
 from encdec_adapt.inference import engine as engine_lib
 from encdec_adapt.tokenizers import vocabulary
 
-_BYTE = re.compile(r'<0x([0-9A-F]{2})>')
 _INCOMPLETE = '\ufffd'
 _MOST_BYTES = 4  # Of a character, each of which may be a token.
 
@@ -19,14 +17,14 @@ class Scored(NamedTuple):
   """A token with its log-probability.
 
   Attributes:
-    text: text of the token; the name of special tokens and bytes.
+    data: bytes of the token (`Vocabulary.bytes_of`).
     log_prob: its log-probability; None for the first token of a prompt.
     top: the likeliest tokens in its place and their log-probabilities.
   """
 
-  text: str
+  data: bytes
   log_prob: float | None
-  top: list[tuple[str, float]]
+  top: list[tuple[bytes, float]]
 
 
 def read(
@@ -34,11 +32,9 @@ def read(
 ) -> list[Scored]:
   """Returns scored tokens with the `count` likeliest in the place of each."""
 
-  def name(token: int) -> str:
-    if token >= writer.size:  # A row of padding.
-      return ''
-    text = writer.decode([token], show_special=True, start=False)
-    return writer.piece(token) if _INCOMPLETE in text else text
+  def data(token: int) -> bytes:
+    # Rows of padding have no bytes.
+    return writer.bytes_of(token) if token < writer.size else b''
 
   result = []
   for i, token in enumerate(tokens.tokens.tolist()):
@@ -47,18 +43,21 @@ def read(
       log_prob = None
     elif count:  # Otherwise, the engine may have computed none.
       ids, values = (x[i, :count].tolist() for x in tokens.top)
-      top = [*zip(map(name, ids), values, strict=True)]
-    result.append(Scored(name(token), log_prob, top))
+      top = [*zip(map(data, ids), values, strict=True)]
+    result.append(Scored(data(token), log_prob, top))
   return result
+
+
+def _text(data: bytes) -> str:
+  # As in OpenAI's API: \x9f for a byte of an incomplete character.
+  return data.decode('utf-8', 'backslashreplace')
 
 
 def of_chat(tokens: Sequence[Scored]) -> dict[str, Any]:
   """Returns `logprobs` of a chat completion."""
 
-  def entry(text: str, log_prob: float) -> dict[str, Any]:
-    byte = _BYTE.fullmatch(text)
-    data = bytes.fromhex(byte[1]) if byte else text.encode()
-    return {'token': text, 'logprob': log_prob, 'bytes': [*data]}
+  def entry(data: bytes, log_prob: float) -> dict[str, Any]:
+    return {'token': _text(data), 'logprob': log_prob, 'bytes': [*data]}
 
   content = [
     entry(*x[:2]) | {'top_logprobs': [entry(*y) for y in x.top]} for x in tokens
@@ -70,9 +69,9 @@ def of_completion(
   tokens: Sequence[Scored], offsets: Sequence[int]
 ) -> dict[str, list[Any]]:
   """Returns `logprobs` of a text completion; offsets are of `Offsets`."""
-  top = [{**dict(x.top[::-1]), x.text: x.log_prob} for x in tokens]
+  top = [{_text(k): v for k, v in [*x.top[::-1], x[:2]]} for x in tokens]
   return {
-    'tokens': [x.text for x in tokens],
+    'tokens': [_text(x.data) for x in tokens],
     'token_logprobs': [x.log_prob for x in tokens],
     'top_logprobs': [None if None in x.values() else x for x in top],
     'text_offset': [*offsets],

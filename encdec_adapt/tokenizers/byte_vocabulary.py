@@ -51,6 +51,9 @@ class _Bytes(vocabulary.Vocabulary):
   def _piece(self, token):
     return f'<0x{token - self.first:02X}>'
 
+  def _bytes_of(self, token):
+    return bytes([token - self.first])
+
   def _encode(self, text):
     data = np.frombuffer(text.encode('utf-8'), np.uint8)
     return data + np.int32(self.first)
@@ -62,7 +65,7 @@ class _Bytes(vocabulary.Vocabulary):
   def _decode(self, ids, *, start):
     del start
     # A model may generate invalid UTF-8, so errors are replaced.
-    return bytes(i - self.first for i in ids).decode('utf-8', 'replace')
+    return b''.join(map(self._bytes_of, ids)).decode('utf-8', 'replace')
 
 
 class ByteVocabulary(_Bytes):

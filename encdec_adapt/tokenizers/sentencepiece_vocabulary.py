@@ -172,7 +172,7 @@ class SentencePieceVocabulary(vocabulary.Vocabulary):
       end = start + len(piece.surface)
     return ids, [*bounds, len(text)]
 
-  def _bytes_of(self, token: int) -> bytes:
+  def _bytes_of(self, token):
     piece = self._model.id_to_piece(token)
     if self._model.is_byte(token):
       return bytes([int(piece[1:-1], 16)])

@@ -23,6 +23,7 @@ This module imports neither TensorFlow nor SeqIO nor jax.
 from collections.abc import Mapping
 import hashlib
 import json
+import re
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,7 @@ _KNOWN: Mapping[str, tuple[str, ...]] = {
   'unk': ('<unk>',),
   'mask': ('<mask>', '[MASK]'),
 }
+_BYTE = re.compile(r'<0x([0-9A-F]{2})>')
 
 
 class TokenizerJson(vocabulary.Vocabulary):
@@ -92,6 +94,7 @@ class TokenizerJson(vocabulary.Vocabulary):
     # mT5 has a space before <extra_id_0>.
     specials = {name.lstrip('\u2581'): i for name, i in specials.items()}
     self._by_id = {i: token for token, i in ids.items()}
+    self._bytes = _bytes_of_characters(content)
     self._head = self._head_for_continuing()
     super().__init__(
       str(path),
@@ -132,6 +135,15 @@ class TokenizerJson(vocabulary.Vocabulary):
   def _piece(self, token):
     return self._by_id.get(token, '')
 
+  def _bytes_of(self, token):
+    piece = self._piece(token)
+    # Added tokens are not written by bytes.
+    if self._bytes.keys() >= {*piece}:
+      return bytes(self._bytes[x] for x in piece)
+    if byte := _BYTE.fullmatch(piece):
+      return bytes.fromhex(byte[1])
+    return self._decode([token], start=False).encode()
+
   def _encode(self, text):
     return self._tokenizer.encode(text, add_special_tokens=False).ids
 
@@ -156,6 +168,17 @@ def _load(content: dict[str, Any]) -> tokenizers.Tokenizer:
   tokenizer = tokenizers.Tokenizer.from_str(json.dumps(content))
   tokenizer.encode_special_tokens = True  # By characters.
   return tokenizer
+
+
+def _bytes_of_characters(content: Mapping[str, Any]) -> dict[str, int]:
+  """Returns the byte of each character in byte-level BPE; else nothing."""
+  step = content.get('decoder') or {}
+  if 'ByteLevel' not in [x.get('type') for x in step.get('decoders', [step])]:
+    return {}
+  # Printable bytes are written as themselves, the others as U+0100 and on.
+  characters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+  order = sorted(range(256), key=lambda byte: chr(byte) not in characters)
+  return dict(zip(characters, order, strict=True))
 
 
 def _edges(content: Mapping[str, Any]) -> tuple[list[int], list[int]]:

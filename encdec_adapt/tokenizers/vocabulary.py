@@ -304,6 +304,16 @@ class Vocabulary(abc.ABC):
     token = int(token)
     return self._names.get(token) or self._piece(token)
 
+  def bytes_of(self, token: int) -> bytes:
+    """Returns the UTF-8 of a token, which may end inside of a character.
+
+    A token at the start of a text has the space that some tokenizers prepend
+    (`decode`). Special tokens have their names.
+    """
+    if token in self._names:
+      return self.decode([token], show_special=True).encode()
+    return self._bytes_of(token)
+
   def encode(self, text: str) -> np.ndarray:
     """Returns the token ids of `text`, int32 [n], never special ids.
 
@@ -401,6 +411,10 @@ class Vocabulary(abc.ABC):
   @abc.abstractmethod
   def _piece(self, token: int) -> str:
     """Returns the name of a stored id; '' at a gap."""
+
+  @abc.abstractmethod
+  def _bytes_of(self, token: int) -> bytes:
+    """Returns the bytes of an ordinary id."""
 
   @abc.abstractmethod
   def _encode(self, text: str) -> Sequence[int] | np.ndarray:

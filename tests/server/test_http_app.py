@@ -24,8 +24,11 @@ from encdec_adapt.server import (  # noqa: E402
   protocol,
   text_stream,
 )
-from encdec_adapt.tokenizers import byte_vocabulary  # noqa: E402
-from tests import tiny, toy_models  # noqa: E402
+from encdec_adapt.tokenizers import (  # noqa: E402
+  byte_vocabulary,
+  vocabulary_pair,
+)
+from tests import tiny, tiny_tokenizers, toy_models  # noqa: E402
 
 PROMPTS = ['The quick', 'two cats and a dog', 'x']
 CHAT = {'messages': [{'role': 'user', 'content': 'hello'}]}
@@ -266,18 +269,21 @@ def test_log_probs_are_the_models(loaded, client):
   ]
 
 
-def test_offsets_of_bytes_of_a_character(loaded):
-  vocabulary = loaded.stored.open_vocabularies().decoder
+@pytest.mark.parametrize('family', ['gemma', 'qwen'])
+def test_tokens_of_a_part_of_a_character(family, tmp_path):
+  tiny_tokenizers.save(tmp_path / family, family, tiny_tokenizers.TEXTS, 400)
+  vocabulary = vocabulary_pair.open_vocabulary(tmp_path / family)
   ids = vocabulary.encode('a \U0001f9ed b')
   offsets = log_probs.Offsets(vocabulary, start=True)
   tokens = engine_lib.Tokens(ids, np.zeros(len(ids), np.float32))
   scored = log_probs.read(vocabulary, tokens, 0)
   columns = log_probs.of_completion(scored, map(offsets.add, ids.tolist()))
-  bytes_of = [f'<0x{x:02X}>' for x in '\U0001f9ed'.encode()]
-  start = columns['tokens'].index(bytes_of[0])
-  assert columns['tokens'][start : start + 4] == bytes_of
-  assert columns['text_offset'][start : start + 5] == [2, 2, 2, 2, 3]
+  # Byte-level BPE (Qwen) has no byte pieces, and writes the space as U+0120.
+  assert ''.join(columns['tokens']) == r'a \xf0\x9f\xa7\xad b'
+  start = columns['tokens'].index(r'\x9f')
+  assert columns['text_offset'][start : start + 4] == [2, 2, 2, 3]
   content = log_probs.of_chat(scored)['content']
+  assert [x['token'] for x in content] == columns['tokens']
   sent = bytes(sum((x['bytes'] for x in content), []))
   assert sent.decode() == 'a \U0001f9ed b'
 

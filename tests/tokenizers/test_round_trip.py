@@ -58,6 +58,9 @@ def test_any_text_comes_back(vocabulary, text):
   ids, boundaries = vocabulary.encode_with_boundaries(text)
   np.testing.assert_array_equal(ids, vocabulary.encode(text))
   assert ids.dtype == np.int32 and vocabulary.decode(ids) == want
+  data = b''.join(map(vocabulary.bytes_of, ids.tolist()))
+  # Llama 2's tokenizer prepends a space.
+  assert data.decode() in (want, f' {want}')
   assert not np.isin(ids, list(vocabulary.specials.values())).any()
   shown = vocabulary.decode([vocabulary.bos, *ids], show_special=True)
   assert shown == vocabulary.piece(vocabulary.bos) + want
