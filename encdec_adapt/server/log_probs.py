@@ -65,15 +65,22 @@ def of_chat(tokens: Sequence[Scored]) -> dict[str, Any]:
   return {'content': content, 'refusal': None}
 
 
+def _top(token: Scored) -> dict[str, float] | None:
+  if token.log_prob is None:
+    return None
+  # Of likeliest tokens with equal texts, the likelier one is reported.
+  top = {_text(data): value for data, value in [*token.top[::-1], token[:2]]}
+  return dict(sorted(top.items(), key=lambda x: -x[1]))
+
+
 def of_completion(
   tokens: Sequence[Scored], offsets: Sequence[int]
 ) -> dict[str, list[Any]]:
   """Returns `logprobs` of a text completion; offsets are of `Offsets`."""
-  top = [{_text(k): v for k, v in [*x.top[::-1], x[:2]]} for x in tokens]
   return {
     'tokens': [_text(x.data) for x in tokens],
     'token_logprobs': [x.log_prob for x in tokens],
-    'top_logprobs': [None if None in x.values() else x for x in top],
+    'top_logprobs': [*map(_top, tokens)],
     'text_offset': [*offsets],
   }
 
