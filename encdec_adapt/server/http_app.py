@@ -394,7 +394,9 @@ def run(service: Service, host: str, port: int) -> int:
   options['timeout_graceful_shutdown'] = 10  # Seconds, for slow readers.
   server = _Server(uvicorn.Config(service.app, host, port, **options))
   server.service = service
-  with contextlib.suppress(SystemExit):  # The port was taken meanwhile.
-    server.run()
-  service.thread.close()
+  # A second signal also ends the wait for a program that is being compiled.
+  with server.capture_signals():
+    with contextlib.suppress(SystemExit):  # The port was taken meanwhile.
+      server.run()
+    service.thread.close()
   return int(service.thread.failed is not None or not server.started)

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import signal
 import socket
 import threading
 import time
@@ -590,6 +591,26 @@ def test_programs_are_compiled_between_requests(loaded):
     # A program that does not compile ends the server, as a failed step does.
     may_go_on.set()
     _wait(lambda: client.get('/health').json()['status'] == 'failed')
+
+
+@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_ends_the_wait_for_the_engine(
+  loaded, monkeypatch, number
+):
+  service, statuses = _service(loaded), []
+  monkeypatch.setattr(http_app.os, '_exit', statuses.append)
+  close = service.thread.close
+
+  def close_while_compiling():
+    # Otherwise, SIGTERM would end the tests.
+    assert signal.getsignal(number) != signal.SIG_DFL
+    signal.raise_signal(number)
+    close()
+
+  service.thread.close = close_while_compiling
+  service.draining = True  # After a first signal.
+  http_app.run(service, '127.0.0.1', tiny.free_port())
+  assert statuses == [1]
 
 
 def test_a_failed_engine_answers(loaded):
