@@ -153,11 +153,19 @@ class Service:
     """Yields new tokens, if the call streams, and completions, with their job.
 
     Raises:
-      ApiError: the queue is full, the request timed out, the engine failed, or
-        the client disconnected.
+      ApiError: the queue is full or too short, the request timed out, the
+        engine failed, or the client disconnected.
     """
     served, thread, count = self._served, self.thread, len(call.requests)
     room = thread.engine.rows + served.max_queue
+    if count > room:
+      raise protocol.ApiError(
+        400,
+        f'prompt: {count} answers are asked for; at most {room} fit'
+        f' (--batch_size {thread.engine.rows} + --max_queue'
+        f' {served.max_queue}). Send fewer prompts at a time.',
+        'prompt',
+      )
     # Count open requests, not the engine's load: the latest may still be in
     # its thread's queue.
     if len(thread.jobs) + count > room:

@@ -473,12 +473,14 @@ def test_the_queue_is_bounded_and_requests_end_in_time(loaded):
     answer = client.post(COMPLETIONS, json=body)
     assert answer.status_code == 429
     assert answer.json()['error']['type'] == 'rate_limit_error'
+    assert '1 are asked for' in answer.json()['error']['message']
     service.thread.jobs.clear()
+    # More than will ever have room.
     answer = client.post(COMPLETIONS, json=body | {'prompt': ['x', 'y']})
-    assert answer.status_code == 429
-    assert (
-      '2 are asked for, and 1 have room' in answer.json()['error']['message']
-    )
+    assert answer.status_code == 400
+    error = answer.json()['error']
+    assert error['param'] == 'prompt'
+    assert 'at most 1 fit (--batch_size 1 + --max_queue 0)' in error['message']
     answer = client.post(COMPLETIONS, json=body)
     assert answer.status_code == 504
     _wait(lambda: service.thread.engine.load == (0, 0))
