@@ -16,6 +16,7 @@ import threading
 import traceback
 from typing import Any
 
+from encdec_adapt.base import errors
 from encdec_adapt.inference import engine as engine_lib
 
 # New tokens, the completion, or a final error.
@@ -34,7 +35,8 @@ class Job:
     span: slice of the prompt to score; None for none.
     loop: the event loop.
     events: the job and an event, of all jobs of the call.
-    prompt: the scored slice, from the first event on.
+    prompt: the scored slice, from the first event on; choices of a prompt share
+      the list.
     number: number of the request; only the engine's thread uses it.
   """
 
@@ -44,7 +46,7 @@ class Job:
   span: slice | None
   loop: asyncio.AbstractEventLoop
   events: asyncio.Queue[tuple['Job', Event]]
-  prompt: Sequence[engine_lib.Tokens] = ()
+  prompt: list[engine_lib.Tokens]
   number: int | None = None
 
   def post(self, event: Event) -> None:
@@ -86,6 +88,7 @@ class EngineThread:
     requests: Sequence[engine_lib.Request],
     spans: Sequence[slice | None],
     *,
+    n: int,
     wants_tokens: bool,
   ) -> list[Job]:
     """Queues the requests of a call.
@@ -93,6 +96,7 @@ class EngineThread:
     Args:
       requests: the requests.
       spans: `span` of the job of each request.
+      n: number of successive requests with the same prompt.
       wants_tokens: whether to also send new tokens as events.
 
     Returns:
@@ -100,8 +104,9 @@ class EngineThread:
       completion or an exception.
     """
     shared = asyncio.get_running_loop(), asyncio.Queue()
+    prompts: list[list[engine_lib.Tokens]] = [[] for _ in requests[::n]]
     jobs = [
-      Job(i, request, wants_tokens, span, *shared)
+      Job(i, request, wants_tokens, span, *shared, prompts[i // n])
       for i, (request, span) in enumerate(zip(requests, spans, strict=True))
     ]
     self.jobs.update(jobs)
@@ -123,15 +128,19 @@ class EngineThread:
     self._thread.join()
 
   def _submit(self, job: Job) -> None:
+    if self.failed is not None:
+      job.post(self.failed)
+      return
     try:
-      if self.failed is not None:
-        raise self.failed
-      if job.span:
+      if job.span and not job.prompt:
         scored = self.engine.score_prompt(job.request)
-        job.prompt = [scored.part(job.span.start, job.span.stop)]
+        job.prompt.append(scored.part(job.span.start, job.span.stop))
       job.number = self.engine.submit(job.request)
       self._running[job.number] = job
     except Exception as error:
+      # The state is intact: other requests continue.
+      if not isinstance(error, errors.UserError):
+        traceback.print_exc(file=sys.stderr)
       job.post(error)
 
   def _cancel(self, job: Job) -> None:

@@ -177,7 +177,9 @@ class Service:
     end = time.monotonic() + served.timeout
     spans = [x for _, x in call.echo if call.log_probs is not None]
     spans = spans or [None] * count
-    jobs = thread.submit(call.requests, spans, wants_tokens=call.stream)
+    jobs = thread.submit(
+      call.requests, spans, n=call.n, wants_tokens=call.stream
+    )
     # A client that does not read suspends this generator, and so the timeout
     # below; the timer still frees the rows.
     timer = jobs[0].loop.call_later(served.timeout, thread.release, jobs)

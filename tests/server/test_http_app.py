@@ -355,6 +355,37 @@ def test_the_prompt_of_a_decoder_has_log_probs(decoder):
       assert sum((x[name] for x in parts if x), []) == values
 
 
+def test_a_prompt_is_scored_once(decoder, capsys):
+  service, prompts = _service(decoder), ['The quick', 'cats']
+  engine, scored = service.thread.engine, []
+  score = engine.score_prompt
+  engine.score_prompt = lambda x: scored.append(x.tokens) or score(x)
+  body = {'max_tokens': 3, 'logprobs': 0, 'echo': True, 'n': 2}
+  with _client(service) as client:
+    answer = client.post(COMPLETIONS, json=body | {'prompt': prompts}).json()
+    assert len(scored) == 2
+    columns = [choice['logprobs'] for choice in answer['choices']]
+    for i, prompt in enumerate(prompts):
+      for choice in columns[2 * i : 2 * i + 2]:
+        assert ''.join(choice['tokens']).startswith(prompt)
+    count = len(columns[0]['tokens']) - 3
+    first, second = (x['token_logprobs'][:count] for x in columns[:2])
+    assert first == second
+
+    def fail(request):
+      raise RuntimeError('out of memory')
+
+    engine.score_prompt = fail
+    answer = client.post(COMPLETIONS, json=body | {'prompt': prompts})
+    assert answer.status_code == 500
+    assert 'RuntimeError: out of memory' in capsys.readouterr().err
+    # The engine's state is not lost.
+    assert client.get('/health').json()['status'] == 'ok'
+    body['echo'] = False
+    answer = client.post(COMPLETIONS, json=body | {'prompt': prompts})
+    assert answer.status_code == 200
+
+
 def test_penalties_count_generated_tokens(client):
   body = {'prompt': 'The', 'max_tokens': 24, 'temperature': 0, 'logprobs': 0}
 
