@@ -66,9 +66,9 @@ class Group(NamedTuple):
   options: sampling_lib.Options
 
 
-# A CPU program takes hundreds of memory maps; Linux allows 65,530 per process
-# (vm.max_map_count).
-MOST_PROGRAMS = 64
+# All programs of an engine with fixed sizes. A CPU program takes hundreds of
+# memory maps; Linux allows 65,530 per process (vm.max_map_count).
+MOST_PROGRAMS = 72
 _CHUNK = 16  # Positions of a prompt with logits in memory at once.
 # LRU cache of this process's compiled programs.
 _COMPILED: collections.OrderedDict[Hashable, jax.stages.Compiled] = (

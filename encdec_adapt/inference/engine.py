@@ -401,13 +401,16 @@ class Engine:
     """Returns the tokens of a prompt with their log-probabilities.
 
     Raises:
-      UserError: the model is not a causal decoder, or a token is outside of the
-        vocabulary.
+      UserError: the model is not a causal decoder, a token is outside of the
+        vocabulary, or the request exceeds the largest state.
     """
     self._architecture.require_prompt_scores()
     self.require_tokens(request.tokens)
     params, programs = self._variants[request.adapters]
-    arguments = lengths.pad([request.tokens], self.shards, self.ids.pad)
+    prompts = [request.tokens]
+    largest = max([self._size([request]), *self.sizes])
+    width = lengths.width(len(prompts[0]), largest.length)
+    arguments = lengths.pad(prompts, self.shards, self.ids.pad, width)
     size_of = {'vocab_size': self.vocab_size}
     values = programs.run(decoding.score_prompt, params, *arguments, **size_of)
     # The first token has no predecessors.

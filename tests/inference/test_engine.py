@@ -465,7 +465,9 @@ def test_mixed_requests_compile_nothing_after_the_warm_up(kind):
 
 @pytest.mark.parametrize('reads_encoder', [True, False])
 @pytest.mark.parametrize('prompt, most', [(4096, 1024), (100_000, 5), (2, 1)])
-def test_few_programs_serve_any_limits(prompt, most, reads_encoder):
+def test_few_programs_serve_any_limits(
+  prompt, most, reads_encoder, monkeypatch
+):
   sizes = lengths.state_sizes(prompt, most, reads_encoder=reads_encoder)
   assert len(sizes) <= 4
   assert sizes[-1].source >= (prompt if reads_encoder else 0)
@@ -473,7 +475,22 @@ def test_few_programs_serve_any_limits(prompt, most, reads_encoder):
   resizes = sum(a.holds(b) and a != b for a in sizes for b in sizes)
   # Start and decode of each size, a prefill of each width, and stop.
   count = sum(2 + len(size.widths()) for size in sizes) + resizes + 1
-  assert count <= decoding.MOST_PROGRAMS
+  assert count <= 64
+  if reads_encoder:
+    return
+  # The scores of prompts of any length do not evict these programs.
+  engine, shapes = _loaded('decoder_only').engine(ids=IDS, sizes=sizes), set()
+
+  def run(fn, params, tokens, counts, **static):
+    shapes.add(tokens.shape)
+    zeros = np.zeros(tokens.shape[1] - 1)
+    return zeros, decoding.Top(zeros, zeros)
+
+  monkeypatch.setattr(engine.programs, 'run', run)
+  for count_of_tokens in np.unique(np.geomspace(1, prompt, 300).astype(int)):
+    request = engine_lib.Request(np.full(count_of_tokens, 3), most)
+    assert len(engine.score_prompt(request).tokens) == count_of_tokens
+  assert count + len(shapes) <= decoding.MOST_PROGRAMS
 
 
 @pytest.mark.long
