@@ -204,7 +204,7 @@ def parse(
       engine_lib.Request(
         tokens, max_tokens, _sampling(fields, i, top or 0), stop, adapter
       )
-      for tokens, *_ in prompts
+      for tokens in prompts
       for max_tokens in [_max_tokens(fields, tokens, field, limits)]
       for i in range(count)
     ]
@@ -214,8 +214,12 @@ def parse(
     param = first if first in fields else None
     raise ApiError(400, str(error), param) from None
   usage = bool(fields.get('stream_options', {}).get('include_usage'))
-  wants_echo = fields.get('echo', False)
-  echo = [x[1:] for x in prompts for _ in range(count) if wants_echo]
+  echo = [
+    _echo(*x, encoders[model], run_prefix)
+    for x in zip(texts, prompts, strict=True)
+    if fields.get('echo')
+  ]
+  echo = [x for x in echo for _ in range(count)]
   stream = fields.get('stream', False)
   return Call(requests, count, is_chat, stream, usage, top, echo)
 
@@ -322,24 +326,38 @@ def _encode(
   field: str,
   encoder: prompt_encoding.PromptEncoder,
   run_prefix: bool,
-) -> tuple[np.ndarray, str, slice]:
-  """Returns framed token ids, int32 [n], the text, and the client's tokens."""
-  reader = encoder.reader
+) -> np.ndarray:
+  """Returns framed token ids, int32 [n]."""
   try:
-    if field == 'messages':
-      return encoder.encode(prompt), '', slice(0)
-    if isinstance(prompt, str):
-      tokens, count = encoder.encode(prompt), len(reader.encode(prompt))
-      return tokens, prompt, encoder.span(tokens, count)
+    if field == 'messages' or isinstance(prompt, str):
+      return encoder.encode(prompt)
   except errors.UserError as error:
     raise ApiError(400, f'{field}: {error}', field) from None
   # Clients may send token ids with or without framing.
   ids = encoder.unframed(prompt)
   if run_prefix:
-    ids = [*reader.encode(encoder.prefix), *ids]
-  tokens = encoder.frame(ids)
-  text = reader.decode([i for i in prompt if i < reader.size])
-  return tokens, text, encoder.span(tokens, len(prompt))
+    ids = [*encoder.reader.encode(encoder.prefix), *ids]
+  return encoder.frame(ids)
+
+
+def _echo(
+  prompt: str | Sequence[int],
+  tokens: np.ndarray,
+  encoder: prompt_encoding.PromptEncoder,
+  run_prefix: bool,
+) -> tuple[str, slice]:
+  """Returns the text of a prompt, and the client's part of its tokens."""
+  reader, text = encoder.reader, prompt
+  if not isinstance(prompt, str):
+    text = reader.decode([i for i in prompt if i < reader.size])
+    # A prefix comes between the client's BOS and its other tokens.
+    splits = run_prefix and encoder.prefix
+    count = len(encoder.unframed(prompt) if splits else prompt)
+  elif encoder.prefix:  # A token may begin in the prefix.
+    count = len(reader.encode(prompt))
+  else:
+    count = len(tokens) - len(encoder.frame([]))
+  return text, encoder.span(tokens, count)
 
 
 def _sampling(

@@ -156,13 +156,30 @@ def test_texts_have_the_prefix_and_ids_where_it_is_wanted(loaded):
     ([prompts.reader.bos, *ids], True, prefixed),
   ):
     call = protocol.parse(
-      json.dumps({'prompt': prompt}).encode(),
+      json.dumps({'prompt': prompt, 'echo': True}).encode(),
       is_chat=False,
       limits=protocol.Limits(40, 40, 2),
       encoders={'pair': prompts},
       run_prefix=run_prefix,
     )
-    assert call.requests[0].tokens.tolist() == [prompts.reader.bos, *want]
+    tokens, [(text, span)] = call.requests[0].tokens.tolist(), call.echo
+    assert tokens == [prompts.reader.bos, *want]
+    assert (text, tokens[span]) == ('cats', ids)
+
+
+def test_a_text_is_encoded_once(loaded, monkeypatch):
+  prompts, texts = prompt_encoding.PromptEncoder(loaded.stored), []
+  encode = prompts.reader.encode
+  monkeypatch.setattr(
+    prompts.reader, 'encode', lambda text: texts.append(text) or encode(text)
+  )
+  protocol.parse(
+    json.dumps({'prompt': ['cats', 'dogs'], 'n': 2, 'echo': True}).encode(),
+    is_chat=False,
+    limits=protocol.Limits(40, 40, 2),
+    encoders={'pair': prompts},
+  )
+  assert texts == ['cats', 'dogs']
 
 
 def test_draws_are_of_the_seed(client):
