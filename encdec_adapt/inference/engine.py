@@ -346,6 +346,8 @@ class Engine:
       if active is None or not (checks or ended[row]):
         continue
       new = jax.tree.map(lambda x: x[row, : count[row]], outputs)  # noqa: B023
+      if not active.request.sampling.top_log_probs:
+        new = new._replace(top=None)
       completion = self._complete(active.request, new, ended[row])
       total = len(new.tokens if completion is None else completion.tokens)
       if on_tokens is not None and total > active.reported:
