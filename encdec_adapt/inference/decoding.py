@@ -69,6 +69,7 @@ class Group(NamedTuple):
 # All programs of an engine with fixed sizes. A CPU program takes hundreds of
 # memory maps; Linux allows 65,530 per process (vm.max_map_count).
 MOST_PROGRAMS = 72
+_FREE = sampling_lib.SamplingConfig()  # Options of rows that are not in use.
 _CHUNK = 16  # Positions of a prompt with logits in memory at once.
 # LRU cache of this process's compiled programs.
 _COMPILED: collections.OrderedDict[Hashable, jax.stages.Compiled] = (
@@ -167,7 +168,7 @@ def start(model: build.Model, rows: int, length: int, source: int) -> State:
   """
   integers = jnp.zeros(rows, jnp.int32)
   likeliest = jnp.zeros((rows, length, sampling_lib.MOST_TOP), jnp.float32)
-  free = sampling_lib.stack([sampling_lib.SamplingConfig()] * rows)
+  free = sampling_lib.stack([_FREE] * rows)
   state = State(
     cache=model.init_cache(rows, length, source),
     last=integers,
@@ -343,9 +344,14 @@ def advance(
   weights = quantization.dequantize(params, model.compute.dtype)
   hidden, cache = model.decode_step(weights, state.last, state.cache)
   logits = model.logits(weights, hidden[:, None])[:, 0]  # [B, V]
+  going, free = ~state.ended, sampling_lib.stack([_FREE])
+  # Options that only ended rows have cost nothing.
+  options = jax.tree.map(
+    lambda x, y: jnp.where(going, x, y), state.options, free
+  )
   # Completions report the model's log-probabilities, so the original
   # logits are kept along with the penalised and masked logits.
-  adjusted, seen, options = logits, state.seen, state.options
+  adjusted, seen = logits, state.seen
   if seen is not None:
     adjusted = sampling_lib.penalise(logits, seen, options.repetition_penalty)
   adjusted = sampling_lib.penalise_generated(
@@ -356,23 +362,23 @@ def advance(
   if tempered:
     temperature = options.temperature[:, None]
     logits = logits / jnp.where(temperature > 0, temperature, 1)
-  all_log_probs = jax.nn.log_softmax(logits)
-  log_probs = jnp.take_along_axis(all_log_probs, chosen[:, None], axis=1)[:, 0]
+  # Not log_softmax, which writes [B, V].
+  log_total = jax.nn.logsumexp(logits, axis=1, keepdims=True)
+  log_probs = jnp.take_along_axis(logits, chosen[:, None], axis=1) - log_total
   # Shapes are static, so ended rows are computed too; they write out of bounds,
   # which is dropped.
-  going = ~state.ended
   slot = jnp.where(going, state.count, state.tokens.shape[1])
 
   def put(old: jax.Array, new: jax.Array) -> jax.Array:
     return old.at[rows, slot].set(new, mode='drop')
 
   likeliest = jax.lax.cond(
-    jnp.any(going & (options.top_log_probs > 0)),
-    lambda: _likeliest(all_log_probs, vocab_size),
+    jnp.any(options.top_log_probs > 0),
+    lambda: _likeliest(logits - log_total, vocab_size),
     lambda: jax.tree.map(lambda x: x[:, 0], state.top),  # Any value.
   )
   if seen is not None:
-    seen = seen.at[rows, chosen].set(True)
+    seen = seen.at[rows, chosen].max(going)
   return state._replace(
     cache=cache,
     last=jnp.where(going, chosen, state.last),
@@ -381,7 +387,7 @@ def advance(
     | (state.count + 1 >= state.limit),
     count=state.count + going,
     tokens=put(state.tokens, chosen),
-    log_probs=put(state.log_probs, log_probs),
+    log_probs=put(state.log_probs, log_probs[:, 0]),
     top=jax.tree.map(put, state.top, likeliest),
     seen=seen,
   )

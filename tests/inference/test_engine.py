@@ -366,6 +366,17 @@ def test_a_repetition_penalty_counts_what_the_decoder_read():
     assert changed
 
 
+def test_rows_that_ended_see_no_further_tokens():
+  penalty = sampling.SamplingConfig(repetition_penalty=1.8)
+  made = _loaded('encoder_decoder').engine(rows=2, ids=IDS)
+  for count in (2, 20):
+    made.submit(engine_lib.Request(PROMPTS[0], count, penalty))
+  found = made.step()
+  for row, (_, completion) in enumerate(found):
+    seen = np.flatnonzero(made._state.seen[row])
+    assert {*seen} == {IDS.bos, *completion.tokens}
+
+
 @pytest.mark.long
 def test_penalties_and_likeliest_tokens_are_of_their_row():
   penalty = sampling.SamplingConfig(
@@ -375,6 +386,7 @@ def test_penalties_and_likeliest_tokens_are_of_their_row():
     requests = _requests(penalty)
     requests[0] = _requests()[0]
     plain, *rows = _run(kind, requests, rows=3)
+    assert plain.top is None
     np.testing.assert_array_equal(
       plain.tokens, _run(kind, requests[:1])[0].tokens
     )
