@@ -403,8 +403,7 @@ class Engine:
     """Returns the tokens of a prompt with their log-probabilities.
 
     Raises:
-      UserError: the model is not a causal decoder, a token is outside of the
-        vocabulary, or the request exceeds the largest state.
+      UserError: the model is not a causal decoder, or see `submit`.
     """
     self._architecture.require_prompt_scores()
     self.require_tokens(request.tokens)

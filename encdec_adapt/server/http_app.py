@@ -159,13 +159,10 @@ class Service:
     served, thread, count = self._served, self.thread, len(call.requests)
     room = thread.engine.rows + served.max_queue
     if count > room:
-      raise protocol.ApiError(
-        400,
-        f'prompt: {count} answers are asked for; at most {room} fit'
-        f' (--batch_size {thread.engine.rows} + --max_queue'
-        f' {served.max_queue}). Send fewer prompts at a time.',
-        'prompt',
-      )
+      bound = f'--batch_size {thread.engine.rows} + --max_queue'
+      message = f'prompt: {count} answers are asked for; at most {room} fit'
+      message += f' ({bound} {served.max_queue}); send fewer prompts at a time.'
+      raise protocol.ApiError(400, message, 'prompt')
     # Count open requests, not the engine's load: the latest may still be in
     # its thread's queue.
     if len(thread.jobs) + count > room:

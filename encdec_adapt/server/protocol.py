@@ -214,12 +214,10 @@ def parse(
     param = first if first in fields else None
     raise ApiError(400, str(error), param) from None
   usage = bool(fields.get('stream_options', {}).get('include_usage'))
-  echo = [
-    _echo(*x, encoders[model], run_prefix)
-    for x in zip(texts, prompts, strict=True)
-    if fields.get('echo')
-  ]
-  echo = [x for x in echo for _ in range(count)]
+  echo = []
+  if fields.get('echo'):
+    for x in zip(texts, prompts, strict=True):
+      echo += [_echo(*x, encoders[model], run_prefix)] * count
   stream = fields.get('stream', False)
   return Call(requests, count, is_chat, stream, usage, top, echo)
 

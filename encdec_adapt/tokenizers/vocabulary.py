@@ -305,11 +305,7 @@ class Vocabulary(abc.ABC):
     return self._names.get(token) or self._piece(token)
 
   def bytes_of(self, token: int) -> bytes:
-    """Returns the UTF-8 of a token, which may end inside of a character.
-
-    A token at the start of a text has the space that some tokenizers prepend
-    (`decode`). Special tokens have their names.
-    """
+    """Returns the UTF-8 of a token, or of the name of a special token."""
     if token in self._names:
       return self.decode([token], show_special=True).encode()
     return self._bytes_of(token)
