@@ -137,6 +137,9 @@ def job_of(settings: config_lib.Settings, name: str = 'train') -> programs.Job:
     name: dataclasses.replace(model, path='')
     for name, model in settings.recipe.frozen.items()
   }
+  if settings.compute.dtype == 'auto':  # The same on every CPU.
+    compute = dataclasses.replace(settings.compute, dtype='bfloat16')
+    settings = dataclasses.replace(settings, compute=compute)
   mesh = mesh_lib.make_mesh(mesh_lib.MeshConfig(), jax.devices()[:1])
   return programs.Job.of(name, settings, 'cpu', mesh, frozen=frozen)
 
