@@ -62,7 +62,8 @@ define_flags = command.define(
   command.boolean(
     'fresh',
     'Run stages again that were made by other versions of the package, jax or'
-    ' Python, or on another number of cores; read none of other studies.',
+    ' Python, or on another number of cores; read no stored results, and none'
+    ' of other studies.',
   ),
   command.boolean(
     'variances', 'Write configs/studies/variances.json from its results; stop.'
@@ -125,13 +126,17 @@ def _load(values: flags.FlagValues) -> pages.Study:
   return dataclasses.replace(study, commands=tuple(commands))
 
 
-def _pages(states: stage_states.States) -> dict[str, pages.Study]:
+def _pages(
+  states: stage_states.States,
+) -> dict[str, tuple[pages.Study, flags.FlagValues]]:
+  """Returns the pages of a study of studies, and their flags, by name."""
   found = {}
   for stage in states.stages.values():
     if stage.module == 'study':
       values = states.values(stage)
       arguments = [pages.fill(text, values) for text in stage.arguments]
-      found[stage.name] = _load(_parse('study', arguments))
+      values = _parse('study', arguments)
+      found[stage.name] = _load(values), values
   return found
 
 
@@ -141,7 +146,7 @@ def _describe(
   found, parts, notes = _pages(states), {}, []
   if not found:
     return study_plan.describe(study, states)
-  for name, page in found.items():
+  for name, (page, _) in found.items():
     try:
       parts[name] = page, stage_states.States(page, stages.resolve(page))
     except errors.UserError as error:  # May need models of another page.
@@ -160,7 +165,12 @@ def _report(
   line = shlex.join(_flags(values))
   study_results.write(study, states, f'python -m encdec_adapt.study {line}')
   if study.readme:
-    folders = {name: page.folder for name, page in _pages(states).items()}
+    found = _pages(states)
+    for page, flags_of in found.values():
+      if page.results and paths.at(page.results).exists():
+        of_page = stage_states.States(page, stages.resolve(page))
+        _report(page, of_page, flags_of)
+    folders = {name: page.folder for name, (page, _) in found.items()}
     claim_tables.write_readme(study.readme, folders)
     print(f'wrote {study.readme}')
 
@@ -183,7 +193,13 @@ def load(spec: str) -> pages.Study:
     spec_of_file.loader.exec_module(module)
     if not hasattr(module, 'get_study'):
       raise errors.UserError(f'--study={spec}: {path} has no get_study(arg).')
-    return module.get_study(arg or None)
+    page = module.get_study(arg or None)
+    # Results travel with a checkout; other pages may set a file.
+    folder = pathlib.Path('configs', 'studies')
+    if page.arms and page.size == 'cpu' and pathlib.Path(path).parent == folder:
+      file = str(folder / 'results' / f'{page.name}.csv')
+      return dataclasses.replace(page, results=file)
+    return page
   except errors.UserError:
     raise
   except Exception as error:  # The file is the user's code.

@@ -300,21 +300,19 @@ def test_the_report_of_all_pages_writes_the_table_of_claims(
   tmp_path, monkeypatch
 ):
   monkeypatch.chdir(tmp_path)
-  (tmp_path / 'page.py').write_text(
-    _PAGE.replace("root='runs/small'", "root=f'runs/{arg}'")
-  )
+  (tmp_path / 'page.py').write_text(_PAGE)
   (tmp_path / 'all.py').write_text(_ALL)
   (tmp_path / 'README.md').write_text('<!-- claims --><!-- end of claims -->')
-  names = 'claim', 'source', 'their numbers', 'contrast', 'seeds', 'groups'
-  names += 'effect', 'interval', 'verdict'
-  report = {'study': 'small', 'size': 'tiny', 'command': 'x', 'seconds': 360}
-  report['claims'] = [{name: name for name in names}]
-  folder = tmp_path / 'runs' / 'None'
-  folder.mkdir(parents=True)
-  (folder / 'report.json').write_text(json.dumps(report))
+  (tmp_path / 'results.json').write_text(
+    json.dumps({'page0': {'rows': [{'verdict': 'y'}], 'effects': []}})
+  )
   assert tiny.call(study, '--study=all.py', '--report') == 0
   lines = (tmp_path / 'README.md').read_text().splitlines()
-  assert lines[3].startswith('| claim | source | their numbers | small, tiny;')
+  assert lines[1:4] == [
+    '| verdict |',
+    '| --- |',
+    '| y (by the rule of before) |',
+  ]
   assert lines[-2] == 'Not run: page1.'
 
 

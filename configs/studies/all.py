@@ -7,8 +7,8 @@ Each page is a stage of its own, with a report in its folder
 costs at most 3.6e15 FLOPs, about twelve hours on two cores, and before
 `post_training` trains the quickstart's full models, two hours and a half. One
 page that fails does not stop the others. At `cpu` the report, also by --report,
-writes the table of all claims into README.md; pages without a report here keep
-their lines (results.json).
+writes the table of all claims into README.md; pages that were not run again
+keep their lines (results.json).
 """
 
 from encdec_adapt import configs

@@ -26,8 +26,9 @@ COLUMNS += ('task', 'metric', 'value')
 # Lines of a README around the table of all claims.
 BEGIN, END = '<!-- claims -->', '<!-- end of claims -->'
 FIGURE = 'verdicts.png'
-# Rows of the table and contents of the figure, by study.
-RESULTS = 'results.json'
+# Rows of the table and contents of the figure of studies not run again, and
+# what is added to their verdicts.
+RESULTS, BEFORE = 'results.json', 'by the rule of before'
 
 
 def row(result: claim_results.Result) -> dict[str, str]:
@@ -63,10 +64,10 @@ def write_readme(
 ) -> None:
   """Writes the table of all studies' claims into a README.
 
-  Studies without a report keep the lines of their last one (cached in
-  `RESULTS`, beside the README), so that pages may run on several machines;
-  studies never run, or without claims, are listed below the table. `FIGURE`
-  shows the claims with a verdict, strongest first.
+  Studies without a report keep their lines of `RESULTS`, beside the README,
+  which loses those of the others; studies never run, or without claims, are
+  listed below the table. `FIGURE` shows the claims with a verdict, strongest
+  first.
 
   Args:
     path: file with the lines `BEGIN` and `END` around the table.
@@ -84,16 +85,21 @@ def write_readme(
       ' claims is written; add them.'
     )
   kept = file.parent / RESULTS
-  results = atomic.read_json(kept) if kept.exists() else {}
+  earlier = atomic.read_json(kept) if kept.exists() else {}
+  found = {}
   for name, folder in folders.items():
     file_of_report = paths.at(folder) / html_report.JSON
     if file_of_report.exists():
       report = atomic.read_json(file_of_report)
-      results[name] = {
-        'rows': [_readme_row(report, cells) for cells in report['claims']],
-        'effects': report.get('effects', []),  # Earlier versions have none.
-      }
-  found = {name: results[name] for name in folders if name in results}
+      rows = [_readme_row(report, cells) for cells in report['claims']]
+      found[name] = {'rows': rows, 'effects': report['effects']}
+      earlier.pop(name, None)
+    elif name in earlier:
+      rows = [
+        cells | {'verdict': f'{cells["verdict"]} ({BEFORE})'}
+        for cells in earlier[name]['rows']
+      ]
+      found[name] = {'rows': rows, 'effects': earlier[name]['effects']}
   silent = [name for name, result in found.items() if not result['rows']]
   missing = [name for name in folders if name not in found]
   note = ''.join(
@@ -103,7 +109,7 @@ def write_readme(
   )
   table = markdown([row for result in found.values() for row in result['rows']])
   paths.write(file, f'{head}{BEGIN}\n{table}{note}{END}{tail}'.encode())
-  atomic.write_json(kept, found)
+  atomic.write_json(kept, earlier)
   effects = [
     (f'{name}: {sentence}', verdict, *numbers)
     for name, result in found.items()

@@ -22,7 +22,7 @@ class Run:
   Attributes:
     model: name of the arm or command.
     seed: seed of the run; None for a command without seeds.
-    folder: folder of the run or model.
+    folder: folder of the run or model; '' for stored results.
     values: resolved configuration by key, without missing stacks; for an
       untrained model, only the keys of the model.
     summary: summary of the training (`telemetry.compute_cost`): `parameters`,

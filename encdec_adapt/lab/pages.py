@@ -212,6 +212,8 @@ class Study:
       what is not controlled; '' for none.
     table: command with its own table for the report, `rows` of table.json in
       its folder; '' for none.
+    results: CSV file with its results (`lab.stored_results`), which outlives
+      the folder; '' for none. `study` sets it for shipped pages of size cpu.
   """
 
   name: str
@@ -231,6 +233,7 @@ class Study:
   samples: tuple[str, ...] = ()
   note: str = ''
   table: str = ''
+  results: str = ''
 
   def __post_init__(self):
     names = [x.name for x in (*self.commands, *self.rates, *self.arms)]
@@ -279,6 +282,15 @@ class Study:
   def folder(self) -> str:
     """Folder of the study."""
     return self.root or f'runs/studies/{self.name}_{self.size}'
+
+  @property
+  def terms(self) -> dict[str, str]:
+    """What each claim says, by sentence; recorded at the first start."""
+    return {
+      x.sentence: f'{x.direction} by {x.smallest}{", primary" * x.primary}:'
+      f' {x.metric} of {", ".join(x.contrast)}'
+      for x in self.claims
+    }
 
   def seeds_of(self, name: str) -> tuple[int, ...]:
     """Returns the seeds of an arm or command; () without seeds."""

@@ -2,13 +2,15 @@
 
     ROOT/NAME                          output of a stage
     ROOT/stages/NAME/stage.json        its state; job.lock while it runs
-    ROOT/stages/study.json             name of the study
+    ROOT/stages/study.json             name and claims of the study at the
+                                       first start
     runs/studies/stages.jsonl          identity, root and folder of every
                                        finished stage, of all studies
 
 A stage has the folder of its name. If that folder holds a stage with another
 identity, as after a change of the page, a prefix of the identity is appended. A
-stage finished by another study is read in place.
+stage finished by another study is read in place. A stage with stored results
+(`stored_results`) is finished, unless an unfinished stage reads its folder.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -25,7 +27,7 @@ from encdec_adapt import configs
 from encdec_adapt.base import errors, exit_status
 from encdec_adapt.cluster import lock
 from encdec_adapt.files import append_log, atomic, hub, paths
-from encdec_adapt.lab import html_report, pages, stages
+from encdec_adapt.lab import html_report, pages, stages, stored_results
 from encdec_adapt.models import execution
 from encdec_adapt.telemetry import environment
 
@@ -84,8 +86,11 @@ class States:
   """The stages of a study and their folders.
 
   Attributes:
+    study: the study.
     root: folder of the study.
     stages: the stages by name.
+    stored: stored results of stages that have no folder, by name.
+    terms: claims at the first start (`pages.Study.terms`).
   """
 
   def __init__(
@@ -99,7 +104,8 @@ class States:
     Args:
       study: the study.
       resolved: its stages by name.
-      shared: whether to read stages finished by other studies.
+      shared: whether to read stored results, and stages finished by other
+        studies.
 
     Raises:
       UserError: the folder has stages of a study of an earlier version, or of
@@ -114,7 +120,7 @@ class States:
         ' which identified them by the text of the page. Give --root another'
         ' folder, or remove this one.'
       )
-    self._study, self._name = study.name, self.root / 'stages' / _STUDY
+    self.study, self._name = study, self.root / 'stages' / _STUDY
     for file in (self._name, self.root / html_report.JSON):
       name = atomic.read_json(file)['study'] if file.exists() else study.name
       if name != study.name:
@@ -122,6 +128,22 @@ class States:
           f'{self.root} has the results of the study {name}, and this is'
           f' {study.name}; give --root another folder.'
         )
+    started = atomic.read_json(self._name) if self._name.exists() else {}
+    claims, results = stored_results.find(study.results)
+    self.terms = claims or started.get('claims', study.terms)
+    self.stored: dict[str, stored_results.Stored] = {}
+    if shared and results:
+      self._find_stored(results)
+
+  def _find_stored(self, results: Mapping[str, stored_results.Stored]) -> None:
+    read = set()
+    for stage in reversed(self.stages.values()):  # Readers first.
+      if self.status(stage) != FINISHED:
+        if stage.identity in results and stage.name not in read:
+          self.stored[stage.name] = results[stage.identity]
+        else:
+          # Of a choice of rates, only the rate is read.
+          read |= {x for x in stage.reads if not self.stages[x].rate}
 
   def folder(self, stage: stages.Stage) -> paths.Path:
     """Returns the output folder of a stage."""
@@ -134,12 +156,19 @@ class States:
     if state is None or state.status != FINISHED:
       if location := self._finished_elsewhere(stage):
         return _read(self._state_folder(*location))
+      if stage.name in self.stored:
+        return State(**self.stored[stage.name].facts['state'])
     return state
 
   def status(self, stage: stages.Stage) -> str:
     """Returns the status of a stage; '' if not started."""
     state = self.state(stage)
     return state.status if state else ''
+
+  @property
+  def unfinished(self) -> list[stages.Stage]:
+    """The stages that are not finished."""
+    return [x for x in self.stages.values() if self.status(x) != FINISHED]
 
   def missing(self, stage: stages.Stage) -> list[str]:
     """Returns the unfinished input stages of a stage."""
@@ -182,7 +211,8 @@ class States:
     """
     folder = self._state_folder(self.root, self._folder_name(stage))
     if not self._name.exists():
-      atomic.write_json(self._name, {'study': self._study})
+      content = {'study': self.study.name, 'claims': self.terms}
+      atomic.write_json(self._name, content)
     with lock.hold(folder):
       state = self.state(stage) or State(stage.name, stage.identity)
       if state.status == FINISHED or (state.status == FAILED and not again):

@@ -44,7 +44,7 @@ _SHAPE += ('teacher.',)
 
 
 def describe(study: pages.Study, states: stage_states.States) -> str:
-  """Describes the cost of a study; measures steps without a cached time.
+  """Describes the cost of unfinished stages; measures steps without a time.
 
   Nothing is measured and no text is read at size `smoke`.
 
@@ -55,7 +55,7 @@ def describe(study: pages.Study, states: stage_states.States) -> str:
   Returns:
     Lines of text: a table of the models, then the sums, then claims.
   """
-  trained = [x for x in states.stages.values() if x.module == 'train']
+  trained = [x for x in states.unfinished if x.module == 'train']
   # A trial of minutes is planned at once.
   is_rough = study.size == 'smoke'
   if is_rough and not study.topology:
@@ -64,13 +64,15 @@ def describe(study: pages.Study, states: stage_states.States) -> str:
     steps = _steps(study, states, trained)
   passes = text_passes.Passes.of(states, () if is_rough else trained)
   rows = _models(study, passes, trained, steps)
-  costs = _costs(study, states.stages.values(), steps)
+  costs = _costs(study, states.unfinished, steps)
   for row in rows:
     row['runs'], row['steps'] = str(row['runs']), f'{row["steps"]:,}'
     row['FLOPs'] = f'{row["FLOPs"]:.3g}'
     row['hours'] = f'{row["hours"]:.2f}' if row['ms/step'] else ''
   lines = [score_tables.text(rows)] if rows else []
-  lines.append(costs.line)
+  finished = len(states.stages) - costs.stages
+  note = f'; {finished} finished stages are not counted' * bool(finished)
+  lines.append(costs.line + note)
   lines += passes.notes(trained)
   if sizes := [x['bytes'] for x in steps.values() if 'bytes' in x]:
     lines.append(f'largest training step: {disk.format_bytes(max(sizes))}')
@@ -96,7 +98,7 @@ def describe_pages(
   rows, total, seen = [], Costs(), set()
   for name, (study, states) in parts.items():
     stages_ = {
-      x.identity: x for x in states.stages.values() if x.identity not in seen
+      x.identity: x for x in states.unfinished if x.identity not in seen
     }
     seen |= stages_.keys()
     trained = [x for x in stages_.values() if x.module == 'train']

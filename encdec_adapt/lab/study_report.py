@@ -394,6 +394,8 @@ class _Page:
 
   def _link(self, run: Run) -> str:
     text = 'run' if run.seed is None else str(run.seed)
+    if not run.folder:
+      return text
     if paths.is_bucket(self._root) or paths.is_bucket(run.folder):
       return run.folder
     return self._html.link(os.path.relpath(run.folder, self._root), text)
@@ -455,7 +457,9 @@ class _Page:
     losses = [
       claim_results.target_loss(source, run, evaluation)
       for source in self._collected.of(model)
-      if claim_results.reported(source, pages.LOSS, evaluation)
+      # Stored results have no rows of the development part.
+      if source.folder
+      and claim_results.reported(source, pages.LOSS, evaluation)
     ]
     return statistics.fmean(losses) if losses else None
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from encdec_adapt import config as config_lib
 from encdec_adapt import configs
+from encdec_adapt.base import errors
 from encdec_adapt.data.records import record_sets
 from encdec_adapt.evaluation.measures import held_out, inference_cost
 from encdec_adapt.evaluation.results import results_store
@@ -18,6 +19,7 @@ from encdec_adapt.lab import (
   pages,
   stage_states,
   stages,
+  stored_results,
   study_report,
   variances,
 )
@@ -26,19 +28,31 @@ from encdec_adapt.telemetry import compute_cost, environment, metrics, progress
 from encdec_adapt.training.jobs import policy_batches
 
 _RATE = 'optimizer.learning_rate'
+# Stored facts of a stage's environment, and fields of a model's run.
+_ENVIRONMENT = (*stage_states.ENVIRONMENT, 'git', 'cpu', 'date')
+_SHAPE = 'values', 'summary', 'counts', 'size', 'curve'
 
 
 def scores(
   states: stage_states.States, stage: stages.Stage
 ) -> list[tuple[results_store.Options, results_store.Score]]:
-  """Returns the scores of an evaluation with their options, newest last.
+  """Returns the scores of a stage with their options, newest last.
 
   Args:
     states: states of the stages.
-    stage: evaluation stage of a single model; finished or not.
+    stage: evaluation of a model, or choice of a rate, whose losses are scores
+      of the task 'rate' with a rate as metric; finished or not.
   """
+  if stage.name in states.stored:
+    stored = states.stored[stage.name]
+    return [(stored.facts['options'], score) for score in stored.scores]
   if states.status(stage) != stage_states.FINISHED:
     return []
+  if stage.rate:
+    losses = atomic.read_json(states.folder(stage) / 'rates.json')['losses']
+    return [
+      ({}, results_store.Score('rate', x, losses[x], None, 1)) for x in losses
+    ]
   with results_store.Store(states.folder(stage)) as store:
     return store.entries()
 
@@ -102,10 +116,75 @@ def write(
     command: command that runs it.
   """
   content = collect(study, states, command)
+  if study.results:
+    store(content, states)
   for sentence in study_report.write(content, states.root):
     print(f'- {sentence}')
   total = progress.format_seconds(content.seconds)
   print(f'\n{total} in all; report: {states.root / "report.html"}')
+
+
+def store(content: collected.Collected, states: stage_states.States) -> None:
+  """Writes the results of finished stages to the file of the study.
+
+  Results of the same identity in the file stay where a stage is not finished.
+
+  Raises:
+    UserError: scores of a stage were edited in its folder.
+  """
+  study = content.study
+  runs = {(run.model, run.seed): run for run in content.runs}
+  (_, earlier), results = stored_results.find(study.results), {}
+  for name, stage in states.stages.items():
+    is_finished = states.status(stage) == stage_states.FINISHED
+    if is_finished and name not in states.stored:
+      run = runs.get((stage.model, stage.seed))
+      results[name] = _stored(states, stage, run)
+      _check_unchanged(states, stage, results[name], earlier)
+    elif stage.identity in earlier:
+      results[name] = earlier[stage.identity]
+  facts = {'study': study.name, 'claims': states.terms}
+  stored_results.write(study.results, facts, results)
+
+
+def _check_unchanged(
+  states: stage_states.States,
+  stage: stages.Stage,
+  result: stored_results.Stored,
+  earlier: Mapping[str, stored_results.Stored],
+) -> None:
+  before = earlier.get(stage.identity)
+  # A stage that ran again has another time.
+  if before and before.facts['state'] == result.facts['state']:
+    # Other machines may sum in another order.
+    values = [[f'{x.value:.9g}' for x in y.scores] for y in (before, result)]
+    if values[0] != values[1]:
+      study, folder = states.study, states.folder(stage)
+      raise errors.UserError(
+        f'{folder} has other results of stage {stage.name} than'
+        f' {study.results} of study {study.name}: they were edited. Remove'
+        f' {folder.parent / "stages" / folder.name}, to use the stored ones.'
+      )
+
+
+def _stored(
+  states: stage_states.States, stage: stages.Stage, run: collected.Run | None
+) -> stored_results.Stored:
+  state = dataclasses.asdict(states.state(stage))
+  made_in = {key: state['environment'].get(key) for key in _ENVIRONMENT}
+  # Command lines have folders of the machine.
+  facts = {'state': state | {'command': '', 'environment': made_in}}
+  facts['own'] = _is_own(states, stage)
+  entries = scores(states, stage) if stage.rate or stage.evaluation else []
+  lengths = [x['generated'] for x, _ in entries if 'generated' in x]
+  facts['options'] = {'generated': max(lengths)} if lengths else {}
+  if run and not entries:
+    facts |= {x: getattr(run, x) for x in _SHAPE}
+    # Keys of training are those of the page; the ledger has folders.
+    facts['values'] = {} if stage.values else run.values
+    facts['summary'] = {k: x for k, x in run.summary.items() if k != 'ledger'}
+  rows = [row for _, x in entries for row in stored_results.rows(x)]
+  return stored_results.Stored(facts, rows)
 
 
 def collect(
@@ -124,7 +203,6 @@ def collect(
   ]
   models.sort(key=lambda x: (items[x.model], x.seed or 0))
   started = {n: s for n, x in states.stages.items() if (s := states.state(x))}
-  root = states.root
   return collected.Collected(
     study,
     command,
@@ -132,15 +210,15 @@ def collect(
     [_run(states, stage, request) for stage in models],
     [
       dataclasses.asdict(state)
-      | {'model': stage.model, 'own': states.folder(stage).parent == root}
+      | {'model': stage.model, 'own': _is_own(states, stage)}
       for name, state in started.items()
       if (stage := states.stages[name])
     ],
-    notes=_notes(started),
+    notes=[*_notes(started), *_audit(study, states)],
     rates={
-      name: atomic.read_json(path)['losses']
+      name: {x.metric: x.value for _, x in losses}
       for name, stage in states.stages.items()
-      if stage.rate and (path := _file(states, name, 'rates.json'))
+      if stage.rate and (losses := scores(states, stage))
     },
     request=request,
     samples=_samples(study, states),
@@ -172,12 +250,11 @@ def _text(states: stage_states.States) -> dict[str, Any]:
     entries = scores(states, stage) if stage.evaluation else []
     for options, score in entries:
       if score.task == held_out.TASK:
-        folder = options['records']
-        return {
-          'held-out records': folder,
-          'python': states.state(stage).environment['python'],
-          **dataclasses.asdict(record_sets.RecordSet.open(folder).spec),
-        }
+        facts = {'python': states.state(stage).environment['python']}
+        if folder := options.get('records'):  # Stored results have no records.
+          spec = record_sets.RecordSet.open(folder).spec
+          facts |= {'held-out records': folder, **dataclasses.asdict(spec)}
+        return facts
   return {}
 
 
@@ -203,10 +280,25 @@ def _notes(started: Mapping[str, stage_states.State]) -> list[str]:
   return notes
 
 
+def _audit(study: pages.Study, states: stage_states.States) -> Iterator[str]:
+  for line in environment.difference(states.terms, study.terms):
+    yield f'Changed since the first start: {line}.'
+  if states.stored:
+    count = f'{len(states.stored)} of {len(states.stages)} stages'
+    yield f'{count} are stored results, without continuations and rollouts.'
+
+
+def _is_own(states: stage_states.States, stage: stages.Stage) -> bool:
+  if stage.name in states.stored:
+    return states.stored[stage.name].facts['own']
+  return states.folder(stage).parent == states.root
+
+
 def _file(states: stage_states.States, name: str, file: str):
   stage = states.stages.get(name)
   if stage and states.status(stage) == stage_states.FINISHED:
-    return states.folder(stage) / file
+    path = states.folder(stage) / file
+    return path if path.exists() else None  # Stored results have no folder.
   return None
 
 
@@ -248,7 +340,6 @@ def training_summary(folder: paths.Path) -> dict[str, Any]:
 def _run(
   states: stage_states.States, model: stages.Stage, request: tuple[int, int]
 ) -> collected.Run:
-  folder = states.folder(model)
   by_evaluation, generated = {}, 0
   for stage in states.stages.values():
     is_of_model = (stage.model, stage.seed) == (model.model, model.seed)
@@ -261,20 +352,37 @@ def _run(
         if score.task == inference_cost.TASK
       ]
       generated = max([generated, *lengths])
+  return collected.Run(
+    model=model.model,
+    seed=model.seed,
+    **_content(states, model, request),
+    scores=by_evaluation,
+    generated=generated,
+  )
+
+
+def _content(
+  states: stage_states.States, model: stages.Stage, request: tuple[int, int]
+) -> dict[str, Any]:
+  if model.name in states.stored:
+    facts = states.stored[model.name].facts
+    content = {'folder': ''} | {x: facts[x] for x in _SHAPE}
+    if model.settings:
+      config = model.settings.model
+      content['values'] = _values(states, model, config)
+      content['counts'] = _counts(config, request)
+    return content
+  folder = states.folder(model)
   summary = training_summary(folder)
   config = config_lib.load_run(str(folder)).model
-  return collected.Run(
-    model.model,
-    model.seed,
-    str(folder),
-    _values(states, model, config),
-    summary,
-    _counts(config, request),
-    '+'.join(f'{x.layers}x{x.width}' for x in config.stacks.values()),
-    _curve(folder, summary),
-    by_evaluation,
-    generated,
-  )
+  return {
+    'folder': str(folder),
+    'values': _values(states, model, config),
+    'summary': summary,
+    'counts': _counts(config, request),
+    'size': '+'.join(f'{x.layers}x{x.width}' for x in config.stacks.values()),
+    'curve': _curve(folder, summary),
+  }
 
 
 def _values(

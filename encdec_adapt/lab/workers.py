@@ -6,6 +6,7 @@ resumes it.
 """
 
 from collections.abc import Callable, Sequence
+import datetime
 import os
 import pathlib
 import shlex
@@ -108,7 +109,8 @@ def _take(
         return True
       resumed = f', start {state.starts}' if state.starts > 1 else ''
       print(f'\n[{stage.name}{resumed}]\n$ {line}', flush=True)
-      state.environment = environment.report()
+      date = datetime.date.today().isoformat()
+      state.environment = environment.report() | {'date': date}
       try:
         status, state.rate = run(stage, arguments)
         state.error = f'exit status {status}' if status else ''

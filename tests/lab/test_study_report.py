@@ -250,7 +250,8 @@ def test_chance_is_a_floor():
 def test_other_examples_are_not_compared():
   content = _collected(_study())
   score = _loss(3.0, 0)
-  other = dataclasses.replace(score, groups=score.groups[::-1])
+  weights = 200.0, *score.weights[1:]
+  other = dataclasses.replace(score, weights=weights)
   runs = [
     dataclasses.replace(x, scores={'loss': [other]})
     if x.model == 'scratch'
@@ -417,17 +418,30 @@ def test_the_table_of_all_claims(tmp_path, monkeypatch):
   content = _collected(_study(claims=(*CLAIMS, withdrawn)))
   study_report.write(content, tmp_path / 'a')
   study_report.write(_collected(_study(claims=())), tmp_path / 'c')
+  names = {'adaptation': 'a', 'wang': 'b', 'meap': 'b', 'correlation': 'c'}
+  folders = {name: tmp_path / folder for name, folder in names.items()}
   readme = tmp_path / 'README.md'
   readme.write_text(
     '# Studies\n<!-- claims -->\nold\n<!-- end of claims -->\n.'
   )
+  earlier = {'claim': 'It is so.', 'verdict': 'undecided'}
+  earlier = {
+    'rows': [earlier],
+    'effects': [['It is so.', 'undecided', 1, 0, 2]],
+  }
+  kept, figure = tmp_path / claim_tables.RESULTS, tmp_path / 'verdicts.png'
+  kept.write_text(json.dumps({'adaptation': earlier, 'wang': earlier}))
   for _ in range(2):  # The same again.
-    folders = {'adaptation': tmp_path / 'a', 'wang': tmp_path / 'b'}
-    folders['correlation'] = tmp_path / 'c'
+    figure.unlink(missing_ok=True)
     claim_tables.write_readme(readme, folders)
-    end = 'correlation.\n\nNot run: wang.\n<!-- end of claims -->\n.'
-    assert readme.read_text().endswith(f'|\n\nWithout claims: {end}')
-  first = readme.read_text().splitlines()[4]
+    text = readme.read_text()
+    end = 'correlation.\n\nNot run: meap.\n<!-- end of claims -->\n.'
+    assert text.endswith(f'|\n\nWithout claims: {end}')
+    assert '| It is so. | undecided (by the rule of before) |' in text
+    # Of pages that were not run again.
+    assert json.loads(kept.read_text()) == {'wang': earlier}
+    assert figure.read_bytes().startswith(b'\x89PNG')
+  first = text.splitlines()[4]
   start = (
     '| adapted is ahead. | a Fig. 2 | +2.6 | adaptation, cpu; held_out/loss:'
   )
@@ -436,20 +450,13 @@ def test_the_table_of_all_claims(tmp_path, monkeypatch):
   end = '| reproduced at 2.35 M parameters |'
   end += ' `python -m encdec_adapt.study --study=x` | 2.0 |'
   assert first.endswith(end)
-  figure = tmp_path / 'verdicts.png'
-  assert figure.read_bytes().startswith(b'\x89PNG')
-  # On another machine, where none of these ran.
-  before = readme.read_text()
-  figure.unlink()
-  folders = {name: tmp_path / 'none' for name in folders}
-  claim_tables.write_readme(readme, folders)
-  assert readme.read_text() == before and figure.exists()
-  assert '|  | withdrawn: rows are too long | `python' in before
+  assert '|  | withdrawn: rows are too long | `python' in text
   drawn = []  # All other claims with a verdict.
   draw = lambda rows, path: drawn.extend(row[1] for row in rows)  # noqa: E731
   monkeypatch.setattr(claim_tables.report_figures, 'draw_claims', draw)
   claim_tables.write_readme(readme, folders)
-  assert drawn == ['reproduced'] * 2 + ['no difference']
+  names = ['no difference', 'reproduced', 'reproduced', 'undecided']
+  assert sorted(drawn) == names
   readme.write_text('# Studies')
   with pytest.raises(errors.UserError, match='has no lines <!-- claims -->'):
     claim_tables.write_readme(readme, folders)

@@ -93,11 +93,11 @@ def same_examples(
 
 
 def reported(score: results_store.Score) -> results_store.Score:
-  """Returns a score on the examples of a study's report.
+  """Returns a score on the examples of a study's report, by group.
 
   The report excludes groups in the development part, and takes at most
-  `MOST_ROWS` examples per group, evenly spaced. A score without groups is
-  returned unchanged.
+  `MOST_ROWS` examples per group, evenly spaced. Their sums are an example of
+  the result. A score without groups is returned unchanged.
 
   Args:
     score: score on all held-out examples.
@@ -121,7 +121,11 @@ def reported(score: results_store.Score) -> results_store.Score:
       ' all in the development part, so that none is left for a report; raise'
       ' config.data.eval_fraction.'
     )
-  return _subset(score, sorted(rows))
+  (numerators,), weights = sums([[_subset(score, sorted(rows))]])
+  names = tuple(sorted({score.groups[i] for i in rows}))
+  return results_store.ratio_score(
+    score.task, score.metric, numerators, weights, names
+  )
 
 
 def development(score: results_store.Score, rows: int) -> results_store.Score:
