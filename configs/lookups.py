@@ -1,18 +1,19 @@
 """The source `lookups`: questions on tables of names and their descriptions.
 
-    config.data.source = 'lookups'  # or 'lookups:length=short'
+    config.data.source = 'lookups'  # or 'lookups:length=short,table=none'
     config.data.seqio_modules = ('encdec_adapt.configs.lookups',)
 
 A table has four names of classes and functions of the standard library, each
 with the beginning of its docstring up to the end of a word: 180 to 240
 characters, or 90 to 120 with `length=short`. With the latter, two fifths of the
 questions fit 224 tokens of the shipped decoders together with table and answer;
-rows of that length drop the others. A question asks for one of
-the names, and the answer is its text, word for word: what is measured is
-whether a model copies from what it reads. The loss hardly tells whether it
-finds the row that is asked for: the choice among four rows is worth ln 4 nats
-of a whole answer. Every docstring is in one table; all four questions on a
-table are on the same side of the split.
+rows of that length drop the others. A question asks for one of the names, and
+the answer is its text, word for word: what is measured is whether a model
+copies from what it reads. The loss hardly tells whether it finds the row that
+is asked for: the choice among four rows is worth ln 4 nats of a whole answer.
+`table=none` leaves the table out, and `table=asked` all rows but the one that
+is asked for: what models answer then are floors. Every docstring is in one
+table; all four questions on a table are on the same side of the split.
 
 This module imports neither TensorFlow nor SeqIO nor jax.
 """
@@ -31,6 +32,7 @@ from encdec_adapt.objectives import randomness
 # Shortest and longest description, in characters.
 _LENGTHS = {'long': (180, 240), 'short': (90, 120)}
 _ROWS = 4  # Rows of a table.
+_TABLES = 'all', 'asked', 'none'
 _NODES = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -38,13 +40,17 @@ _NODES = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 class LookupSource(python_source.PythonSource):
   """`lookups`: a table with a question, and the answer."""
 
-  form = 'lookups[:length=short]'
+  form = 'lookups[:length=short][,table=asked|none]'
   document_kind = 'pairs'
 
   def _read_argument(self, argument: option_strings.Part) -> None:
-    self._length = argument.key_values({'length': 'long'})['length']
-    if self._length not in _LENGTHS:
-      raise argument.error(f'has no length of {", ".join(_LENGTHS)}')
+    values = argument.key_values({'length': 'long', 'table': 'all'})
+    self._length, self._table = values['length'], values['table']
+    if self._length not in _LENGTHS or self._table not in _TABLES:
+      raise argument.error(
+        f'needs a length of {", ".join(_LENGTHS)} and a table of'
+        f' {", ".join(_TABLES)}'
+      )
 
   def entries(
     self, shard_index: int = 0, num_shards: int = 1
@@ -67,16 +73,20 @@ class LookupSource(python_source.PythonSource):
     rows = [(name, text) for text, name in names.items()]
     tables = [rows[i : i + _ROWS] for i in range(0, len(rows) - 3, _ROWS)]
     entries = (
-      (f'{table[0][0]}::{row}', functools.partial(_pair, table, row))
+      (
+        f'{table[0][0]}::{row}',
+        functools.partial(_pair, table, row, self._table),
+      )
       for table in tables
       for row in range(_ROWS)
     )
     return self._every(entries, shard_index, num_shards)
 
 
-def _pair(table: list[tuple[str, str]], row: int) -> str:
-  """Returns (JSON of a table with a question, answer)."""
-  lines = ''.join(f'{name}: {text}\n' for name, text in table)
+def _pair(table: list[tuple[str, str]], row: int, shown: str) -> str:
+  """Returns JSON of (the shown rows of a table with a question, answer)."""
+  rows = {'all': table, 'asked': [table[row]], 'none': []}[shown]
+  lines = ''.join(f'{name}: {text}\n' for name, text in rows)
   name, text = table[row]
   return json.dumps([f'{lines}What is {name}?\n', text], ensure_ascii=False)
 

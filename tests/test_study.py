@@ -39,7 +39,7 @@ def _losses_by_rate(tmp_path, monkeypatch, losses, **fields):
     return 0
 
   monkeypatch.setattr(train, 'main', main)
-  rate = pages.Rate('rate', 'arm', (1e-3, 2e-3, 4e-3), 1, **fields)
+  rate = pages.Rate('rate', 'arm', (1e-3, 2e-3, 4e-3), **fields)
   stage = stages.Stage('rate', 'train', (), (), '', rate=rate)
   flags = f'--config={tiny.ROOT}/configs/base.py', f'--workdir={tmp_path}/rate'
   status, best = study.run_stage(stage, flags)

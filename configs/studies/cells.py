@@ -7,7 +7,7 @@ from encdec_adapt.lab import pages
 
 KINDS = {'cd': 'decoder_only', 'nd': 'prefix_decoder', 'ed': ''}
 CELLS = 'cd_flm', 'nd_plm', 'ed_plm', 'cd_mlm', 'nd_mlm', 'ed_mlm'
-# Arms with the learning rate of their architecture.
+# Arms whose learning rate others of their architecture share.
 FIRST = {'cd': 'cd_flm', 'nd': 'nd_mlm', 'ed': 'ed_mlm'}
 # The block of T5 1.1, of which models have as many parameters but for norms.
 T5_BLOCK = {'positions.kind': 'relative', 'pattern': ('global',)}
@@ -40,7 +40,7 @@ def cell(size, name):
     'mlm': ('span_corruption', row - spans, spans, batch),
   }[objective]
   keys = 'data.encoder_length', 'data.decoder_length', 'train.batch_size'
-  changes = {'data.objective': text, **shared.rsqrt(steps(size))}
+  changes = {'data.objective': text}
   changes |= dict(zip(keys, numbers, strict=True))
   if size.name == 'pod':
     changes |= {'optimizer.kind': 'adafactor', 'loss.z_loss': 1e-4}
@@ -53,6 +53,19 @@ def cell(size, name):
     changes,
     budget=steps(size),
     rate=f'rate_{FIRST[kind]}',
+  )
+
+
+def prefixes(size, models):
+  """Returns the command and the evaluation of models on held-out prefixes.
+
+  A row is as long as the windows that all cells are trained on.
+  """
+  keys = 'data.encoder_length', 'data.decoder_length'
+  changes = dict.fromkeys(keys, shape(size)[0] // 2)
+  command = shared.records('prefixes', size.config('tiny', 'tiny'), changes)
+  return command, pages.Evaluation(
+    'text', ('--records={prefixes}/eval',), models=tuple(models)
   )
 
 

@@ -115,14 +115,14 @@ CLAIMS = shared.claims(
   (
     ('masked_tuned', 'pair_tuned'),
     "A pair's encoder embeds as well as an encoder by masking.",
-    'no paper',
+    shared.OURS,
     '-',
     {'direction': 'equal', 'paired': True},
   ),
   (
     ('pair', 'pair_tuned'),
     "Tuning makes a pair's encoder embed better.",
-    'no paper',
+    shared.OURS,
     '-',
     {},
   ),

@@ -5,9 +5,9 @@
 Tunes the decoder, and the pair adapted from it, on look-ups in a table
 (configs/lookups.py) and on the rest of functions (configs/functions.py): all
 parameters, or adapters of rank 2, 8 and 32 on all projections, with alpha 32.
-Each has the best of three learning rates at a factor of 3, around ten times as
-high for adapters ("LoRA Without Regret", Thinking Machines, 2025). Three seeds:
-intervals, and no verdicts.
+Each has the best of at least three learning rates at a factor of 3, around ten
+times as high for adapters ("LoRA Without Regret", Thinking Machines, 2025).
+Three seeds: intervals, and no verdicts.
 
 Not controlled: the pair's cross-attention is a copy, so that it can be adapted
 at all; a fresh one would train whole (`full=cross_attention`).

@@ -19,10 +19,11 @@ is a pair of random weights. Sizes of a study:
 - `pod`: Gemma 2, 4096 + 4096 tokens, the papers' numbers of tokens and one
   seed. `text` is yours; `topology` a row of configs/gemma2.py.
 
-A learning rate is chosen in short runs at a factor of 3, by the loss of the
-development part: for every model on the pages `encoder`, `lora` and `t5gemma2`.
-On others arms share it that differ in objective, teacher, cross-attention's
-initialisation or warm-up, or in the model that their tuning starts from.
+Every arm that a primary claim names has a learning rate of its own (`study`):
+the best of three at a factor of 3, and of at most two more beyond an edge, in
+runs of its full length with a seed of their own, by the loss of the development
+part. Others share one where their page says so. Learning rates decay to a tenth
+at the last step, but on `conversion`.
 """
 
 import dataclasses
@@ -56,12 +57,8 @@ TUNED = {
   'smallest': 0.1,
   'reason': 'a fifth of the loss of a tuned pair in a first run, 0.54 nats',
 }
-# Of a claim on the tokens to a loss, a ratio.
-FEWER = {
-  'metric': pages.LOSS,
-  'smallest': 1.25,
-  'reason': 'a fifth fewer tokens',
-}
+# Source of a claim that no paper makes.
+OURS = 'a question of ours'
 # Of the decoders that models are made of, by size: a decoder's name and shape.
 _CPU = {'base': (4, 128), 'small': (3, 96), 'tiny': (4, 64)}
 _SHAPES = {
@@ -84,14 +81,15 @@ _WANG = model_config.StackConfig(
   attention_softcap=None,
   final_softcap=None,
 )
-# Look-ups in a table, which a model on disk is tuned on (configs/lookups.py).
+# Look-ups in a table, which a model on disk is tuned on (configs/lookups.py). A
+# decoder reads both: fewer than the 256 tokens that it was trained on.
 TUNING = {
   'init.mode': 'checkpoint',
-  'data.source': 'lookups',
+  'data.source': 'lookups:length=short',
   'data.seqio_modules': ('encdec_adapt.configs.lookups',),
   'data.objective': 'pairs',
-  'data.encoder_length': 384,
-  'data.decoder_length': 128,
+  'data.encoder_length': 184,
+  'data.decoder_length': 40,
   'data.max_bytes': 0,
   'data.eval_fraction': 0.1,
   'data.eval_rows': 192,
@@ -317,9 +315,10 @@ def study(name, title, size, arms, sources=('base',), commands=(), **fields):
   """Returns a page of arms that start from decoders, by their names.
 
   The decoders are shipped or released ones, which are imported, or at gpu arms
-  that are trained first. Arms whose `rate` has their name choose a learning
-  rate around a middle one in short runs, but at pod, where learning rates are
-  those of the recipes.
+  that are trained first. An arm with a `rate` that a primary claim names
+  chooses a learning rate of its own, as does an arm whose `rate` has its name;
+  others share the rate that they name. At pod, learning rates are those of the
+  recipes.
 
   Args:
     name: name of the page.
@@ -328,11 +327,10 @@ def study(name, title, size, arms, sources=('base',), commands=(), **fields):
     arms: the arms.
     sources: names of decoders.
     commands: further stages.
-    **fields: further fields of the page; `rate_steps`, the steps of a run that
-      tries a learning rate, by default 48; and `middles`, the middle rate by
-      arm where it is not 3e-3 on text, and 1e-3 in tuning.
+    **fields: further fields of the page; and `middles`, the middle rate by arm
+      where it is not 3e-3 on text, and 1e-3 in tuning.
   """
-  imports, trained = [], []
+  imports, trained, middles = [], [], fields.pop('middles', {})
   for source in sources:
     if size.name == 'gpu':
       trained.append(_trained(size, source))
@@ -342,8 +340,16 @@ def study(name, title, size, arms, sources=('base',), commands=(), **fields):
       folder = f'hf://{_RELEASED[source]}'
     flags = 'import', f'--source={folder}', f'--output={{{source}}}'
     imports.append(pages.Command(source, 'convert', flags, seconds=10))
-  if size.name == 'pod':
-    arms = [dataclasses.replace(arm, rate='') for arm in arms]
+  primary = {
+    arm for x in fields.get('claims', ()) if x.primary for arm in x.contrast
+  }
+
+  def rate(arm):
+    is_chosen = arm.rate and arm.name in primary
+    return f'rate_{arm.name}' if is_chosen else arm.rate
+
+  is_pod = size.name == 'pod'
+  arms = [dataclasses.replace(x, rate='' if is_pod else rate(x)) for x in arms]
   return pages.Study(
     name=name,
     title=title,
@@ -351,9 +357,7 @@ def study(name, title, size, arms, sources=('base',), commands=(), **fields):
     arms=(*trained, *arms),
     seeds=fields.pop('seeds', size.seeds),
     commands=(*imports, *commands),
-    rates=_rates(
-      size, arms, fields.pop('rate_steps', 48), fields.pop('middles', {})
-    ),
+    rates=_rates(size, arms, middles),
     platform='gpu' if size.name == 'gpu' else '',
     topology=size.topology if size.name == 'pod' else '',
     **fields,
@@ -429,6 +433,20 @@ def decoder(size, name, steps, **fields):
   )
 
 
+def late(size, arm, steps):
+  """Returns a pair from random weights that can be tuned on look-ups.
+
+  Their 184 inputs are more than its encoder would read at cpu: of as many rows
+  of 256 tokens it predicts the last 32.
+  """
+  if size.length >= TUNING['data.encoder_length']:
+    return arm
+  changes = {'data.objective': 'denoise:-:suffix:0.12'}
+  changes |= {'data.encoder_length': 224, 'data.decoder_length': 32}
+  changes = {**arm.changes, **changes}
+  return dataclasses.replace(arm, changes=changes, budget=steps)
+
+
 def tuned(size, arm, rate, steps=0, **changes):
   """Returns an arm after tuning on look-ups, or on what changes say."""
   kept = {k: x for k, x in arm.changes.items() if k.startswith('model.')}
@@ -437,10 +455,44 @@ def tuned(size, arm, rate, steps=0, **changes):
     arm.config,
     {**kept, **TUNING, **changes},
     {'init.encoder': arm.name},
-    budget=steps or {'smoke': 2, 'cpu': 48}.get(size.name, 100),
+    # At cpu as in the quickstart.
+    budget=steps or {'smoke': 2, 'cpu': 110}.get(size.name, 100),
     rate=rate,
     seeds=arm.seeds,
   )
+
+
+def floors(arm, models):
+  """Returns commands and evaluations of the floors of look-ups.
+
+  Models answer the questions that are held out of an arm, without the table
+  (no_table), and with the row that is asked for alone (asked_row). Questions
+  that are too long with their table are among these.
+
+  Args:
+    arm: a tuned arm.
+    models: the tuned arms that are measured.
+  """
+  data = {k: x for k, x in arm.changes.items() if k.startswith('data.')}
+  commands, evaluations = [], []
+  for name, table in ('no_table', 'none'), ('asked_row', 'asked'):
+    changes = {'data.source': f'{data["data.source"]},table={table}'}
+    commands.append(records(name, arm.config, data | changes))
+    evaluations.append(
+      pages.Evaluation(
+        f'answers_{name}',
+        (f'--records={{{name}}}/eval',),
+        models=tuple(x.name for x in models),
+      )
+    )
+  return tuple(commands), tuple(evaluations)
+
+
+def records(name, config, changes):
+  """Returns a command that makes records that no arm reads."""
+  changes = {**changes, 'data.folder': f'{{{name}}}'}
+  flags = [f'--config.{key}={value}' for key, value in changes.items()]
+  return pages.Command(name, 'materialize', (f'--config={config}', *flags))
 
 
 def labelled(size, arm, rate, kind='encoder_only', books='', decoder='base'):
@@ -482,24 +534,16 @@ def labelled(size, arm, rate, kind='encoder_only', books='', decoder='base'):
 def prompted(arm):
   """Returns a tuned arm that reads prompts about packages, too."""
   names = 'lookups', 'packages'
-  changes = {'data.source': 'package_prompts + lookups'}
+  changes = {'data.source': f'package_prompts + {TUNING["data.source"]}'}
   changes['data.seqio_modules'] = tuple(
     f'encdec_adapt.configs.{name}' for name in names
   )
   return dataclasses.replace(arm, changes={**arm.changes, **changes})
 
 
-def rsqrt(steps):
-  """Returns the changes to T5's schedule, whose curves show shorter runs."""
-  return {
-    'optimizer.schedule': 'rsqrt',
-    'optimizer.rsqrt_steps': max(steps // 10, 1),
-  }
-
-
-def _rates(size, arms, steps, middles):
+def _rates(size, arms, middles):
   """Returns choices of learning rates, for each arm with one of its name."""
-  # Two steps choose nothing.
+  # Runs of two steps choose nothing.
   factors = (1.0,) if size.name == 'smoke' else (1 / 3, 1.0, 3.0)
   rates = []
   for arm in arms:
@@ -507,7 +551,7 @@ def _rates(size, arms, steps, middles):
       # Answers and labels need lower rates than text.
       middle = 1e-3 if 'data.source' in arm.changes else 3e-3
       values = tuple(x * middles.get(arm.name, middle) for x in factors)
-      rates.append(pages.Rate(arm.rate, arm.name, values, size.steps(steps)))
+      rates.append(pages.Rate(arm.rate, arm.name, values))
   return tuple(rates)
 
 

@@ -50,8 +50,8 @@ class Claim:
     sentence: the claim.
     source: its paper and table.
     paper: the paper's numbers, as text; printed, not compared.
-    contrast: names of arms: (a, b) for b - a, (a, b, c, d) for (b - a) -
-      (d - c).
+    contrast: names of arms: (a,) for a value of a, (a, b) for b - a,
+      (a, b, c, d) for (b - a) - (d - c).
     metric: 'TASK/METRIC', a metric of an evaluation of these arms.
     direction: claimed direction of the contrast: 'greater', 'less', 'equal'
       or 'no better'.
@@ -110,16 +110,15 @@ class Arm:
 
 @dataclasses.dataclass(frozen=True)
 class Rate:
-  """A sweep of the learning rate with short runs of an arm.
+  """A sweep of the learning rate with runs of an arm, of its full length.
 
   The run with the lowest finite held-out loss wins. While the winner is the
   lowest or highest rate, the sweep extends beyond it, by up to `extra` rates.
 
   Attributes:
     name: name of the stage.
-    arm: arm of the short runs.
+    arm: arm of the runs.
     values: learning rates, ascending by a constant factor.
-    steps: steps per run.
     seed: seed of the runs.
     extra: maximum number of rates beyond an edge.
   """
@@ -127,7 +126,6 @@ class Rate:
   name: str
   arm: str
   values: tuple[float, ...]
-  steps: int
   seed: int = 1000
   extra: int = 2
 
@@ -373,8 +371,8 @@ class Study:
       )
     for claim in self.claims:
       text = f'the claim {claim.sentence!r}'
-      if len(claim.contrast) not in (2, 4):
-        raise self.error(f'{text} has to compare two or four arms')
+      if len(claim.contrast) not in (1, 2, 4):
+        raise self.error(f'{text} must have one, two or four arms')
       if claim.direction not in DIRECTIONS or not claim.smallest > 0:
         raise self.error(
           f'{text} has direction {claim.direction!r}, which must be one of'

@@ -7,7 +7,7 @@ do not change it. Records are identified by their specs, with fingerprints of
 text and vocabularies.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 import dataclasses
 import functools
 import hashlib
@@ -23,9 +23,10 @@ from encdec_adapt.cli import command
 from encdec_adapt.data import data_section
 from encdec_adapt.data.making import materialization
 from encdec_adapt.data.records import record_sets
+from encdec_adapt.evaluation.results import contrasts
 from encdec_adapt.files import atomic, hub, paths
 from encdec_adapt.lab import budgets, pages
-from encdec_adapt.models import forward_flops
+from encdec_adapt.models import forward_flops, model_config
 from encdec_adapt.telemetry import compute_cost, environment
 from encdec_adapt.tokenizers import vocabulary_pair
 
@@ -56,6 +57,8 @@ class Stage:
     flops: FLOPs of training on all devices; for an imported model, those in
       its summary.
     seconds: expected time on two cores, 0 if it is to be measured.
+    longest: longest stack input, in tokens, that the model or an ancestor was
+      trained on; 0 if unknown.
   """
 
   name: str
@@ -71,6 +74,7 @@ class Stage:
   values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   flops: float = 0.0
   seconds: float = 0.0
+  longest: int = 0
 
 
 def resolve(study: pages.Study) -> dict[str, Stage]:
@@ -78,8 +82,9 @@ def resolve(study: pages.Study) -> dict[str, Stage]:
 
   Raises:
     UserError: a configuration is invalid, arms read each other, a name has no
-      stage with the seed, arms of a paired claim read different rows, or a
-      claim of tokens to a loss has a schedule that decays to the last step.
+      stage with the seed, rows are longer than those that their model was
+      trained on, arms of a paired claim read different rows, or a claim of
+      tokens to a loss has a schedule that decays to the last step.
   """
   resolver = _Resolver(study)
   # Start with the first seed of every arm: an early report has all arms.
@@ -165,6 +170,26 @@ class _Resolver:
           evaluation=evaluation.name,
           flops=self._evaluation_flops(evaluation, model),
         )
+        self._check_evaluation(evaluation, model, name, seed)
+
+  def _check_evaluation(
+    self, evaluation: pages.Evaluation, model: str, name: str, seed: int | None
+  ) -> None:
+    """Rejects rows and haystacks that are longer than a model's training."""
+    limit = self.stage(model, seed).longest
+    lengths = [
+      int(length)
+      for flag in evaluation.arguments
+      if flag.startswith('--retrieval_lengths=')
+      for length in flag.partition('=')[2].split(',')
+    ]
+    if evaluation.records:
+      data = self._config(self._items[evaluation.records])[0].data
+      arm = self._items[model]
+      shape = None if isinstance(arm, pages.Command) else self._config(arm)[0]
+      lengths.append(_longest(data.evaluation, shape and shape.model))
+    title = f'study {self.study.name}: stage {name}'
+    contrasts.check_length(title, max(lengths, default=0), limit)
 
   def _evaluation_flops(
     self, evaluation: pages.Evaluation, model: str
@@ -209,6 +234,8 @@ class _Resolver:
       'arguments': arguments,
       'after': sorted(self.stages[x].identity for x in reads),
     }
+    source = _imported(arguments)
+    lengths = [self.stages[x].longest for x in reads]
     return Stage(
       name,
       item.module,
@@ -217,8 +244,9 @@ class _Resolver:
       self._identity(content, name),
       model=item.name,
       seed=seed,
-      flops=_imported_flops(arguments),
+      flops=source.get('inclusive', {}).get('flops', 0.0),
       seconds=item.seconds,
+      longest=max(lengths, default=source.get('longest_row', 0)),
     )
 
   def _filled(
@@ -243,15 +271,12 @@ class _Resolver:
 
   def _arm(self, arm: pages.Arm, name: str, seed: int) -> Stage:
     rate = self.stage(arm.rate, None).name if arm.rate else ''
-    steps = None
-    if arm.budget is not None:
-      steps = self._steps(arm, self._step(arm, self._config(arm)[0]), seed)
-    return self._train(arm, name, seed, seed, steps, rate)
+    return self._train(arm, name, seed, seed, rate)
 
   def _rate(self, rate: pages.Rate) -> Stage:
     arm = self._items[rate.arm]
     reader = self.study.seeds_of(arm.name)[0]
-    stage = self._train(arm, rate.name, rate.seed, reader, rate.steps, '')
+    stage = self._train(arm, rate.name, rate.seed, reader, '')
     values = _changed(stage.values)
     values.pop(_RATE, None)
     content = {'rates': rate.values, 'extra': rate.extra, 'config': values}
@@ -274,13 +299,12 @@ class _Resolver:
     name: str,
     seed: int,
     reader: int,
-    steps: int | None,
     rate: str,
   ) -> Stage:
     """Returns a training stage.
 
-    `reader` is the seed for its input arms; `steps` is None for the
-    configuration's steps; `rate` is the stage of a learning-rate sweep, or ''.
+    `reader` is the seed for its input arms; `rate` is the stage of a
+    learning-rate sweep, or ''.
     """
     config = self._config(arm)[1].copy_and_resolve_references()
     records = self._records(arm, reader)
@@ -288,8 +312,10 @@ class _Resolver:
     changes = dict(zip(arm.starts, starts, strict=True))
     changes |= {'seed': seed, 'data.folder': f'{{{records.name}}}'}
     config.seed = seed
-    if steps is not None:
-      config.train.steps = changes['train.steps'] = steps
+    if arm.budget is not None:
+      step = self._step(arm, self._config(arm)[0])
+      config.train.steps = self._steps(arm, step, reader)
+      changes['train.steps'] = config.train.steps
     settings = config_lib.load(config, '{workdir}')
     if rate:
       changes[_RATE] = f'{{{rate}}}'
@@ -298,6 +324,19 @@ class _Resolver:
     if not config.compute.compile_cache:
       changes['compute.compile_cache'] = '{root}/compiled'
     reads = dict.fromkeys([*reads, records.name, *([rate] if rate else [])])
+    sources = [
+      self.stages[x].longest
+      for key, text in zip(arm.starts, starts, strict=True)
+      if key.startswith('init.')
+      for x in pages.placeholders(text)
+    ]
+    mode = config.init.mode
+    length = _longest(settings.data.train, settings.model)
+    limit = max(sources, default=0) if all(sources) else 0
+    # Adaptation makes another model, whose rows are its own.
+    if mode == 'checkpoint':
+      title = f'study {self.study.name}: stage {name}'
+      contrasts.check_length(title, length, limit)
     return Stage(
       name,
       'train',
@@ -312,6 +351,7 @@ class _Resolver:
       settings=settings,
       values=values,
       flops=self._step(arm, settings).flops * settings.train.steps,
+      longest=length if mode == 'random' else limit and max(length, limit),
     )
 
   def _config(self, arm: pages.Arm) -> _Config:
@@ -433,12 +473,23 @@ def _changed(values: Mapping[str, Any]) -> dict[str, Any]:
   return {k: v for k, v in values.items() if v != defaults[k]}
 
 
-def _imported_flops(arguments) -> float:
+def _longest(
+  rows: record_sets.RecordSpec, model: model_config.ModelConfig | None
+) -> int:
+  """Returns the longest stack input of rows; that of a decoder for None."""
+  lengths = rows.lengths
+  if model is None:
+    return lengths.teacher
+  sides = model.architecture.sides(lengths.encoder > 0)
+  return max(getattr(lengths, side) for side in sides.values())
+
+
+def _imported(arguments: Sequence[str]) -> Mapping[str, Any]:
+  """Returns the summary of an imported model; empty without one."""
   for text in arguments:
     source = text.removeprefix('--source=')
     if source == text or source.startswith(hub.SCHEME):
       continue
     if (paths.at(source) / compute_cost.SUMMARY).exists():
-      summary = atomic.read_json(paths.at(source) / compute_cost.SUMMARY)
-      return summary['inclusive']['flops']
-  return 0.0
+      return atomic.read_json(paths.at(source) / compute_cost.SUMMARY)
+  return {}

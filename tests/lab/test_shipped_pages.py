@@ -6,6 +6,7 @@ import json
 import pytest
 
 from encdec_adapt import configs, study
+from encdec_adapt.base import errors
 from encdec_adapt.configs.studies import all as all_pages
 from encdec_adapt.configs.studies import shared
 from encdec_adapt.lab import (
@@ -25,9 +26,10 @@ NAMES = [name for name in all_pages.PAGES if (FOLDER / f'{name}.py').exists()]
 UNPAIRED = 'wang', 'objectives', 'meap', 'correlation', 'efficiency', 'all'
 # FLOPs of a page, and of one of its runs.
 MOST, MOST_RUN = 3.0e14, 6.5e12
-MORE = {'adaptation': (9.0e14, 4.0e13)}
-# Scratch at equal total FLOPs has the cost of its source, too.
-MOST_RUNS = {'adaptation': {'scratch_total': 9.0e13}}
+MORE = {'adaptation': (1.15e15, 3.3e13), 'wang': (3.4e14, MOST_RUN)}
+MORE['conversion'] = 3.3e14, MOST_RUN
+# Models at equal total FLOPs have the cost of the source, too.
+MOST_RUNS = dict.fromkeys(('scratch_total', 'wide'), 6.6e13)
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +72,7 @@ def _costs(page):
       costs[_key(page, arm), seed] = step * steps
     for rate in page.rates:
       if rate.arm == arm.name:
-        count = len(rate.values) * step * rate.steps
+        count = len(rate.values) * step * steps
         costs[_key(page, arm), rate.values] = count
     # A bound: the step of a pair has its teacher's forward pass, too.
     values = shared.settings(arm)
@@ -119,14 +121,37 @@ def test_tables_show_stored_results_and_what_is_withdrawn():
       assert reason in outcomes[claim.sentence]
 
 
-def test_models_have_the_learning_rates_that_the_readme_says():
-  text = (FOLDER / 'README.md').read_text()
-  named = text.partition('a rate of its own on ')[2].partition(' alone')[0]
-  for name in NAMES:
-    arms = _page(name).arms
-    models = {str(dataclasses.replace(x, name='', budget=None)) for x in arms}
-    is_chosen = len({x.rate for x in arms}) == len(models)
-    assert is_chosen == (f'`{name}`' in named), name
+def test_look_ups_fit_what_models_were_trained_on(monkeypatch):
+  stages.resolve(_page('tuning'))
+  # As the page had them.
+  monkeypatch.setitem(shared.TUNING, 'data.encoder_length', 384)
+  monkeypatch.setitem(shared.TUNING, 'data.decoder_length', 128)
+  with pytest.raises(errors.UserError) as caught:
+    stages.resolve(_page('tuning'))
+  for text in 'study tuning', 'rate_base_tuned', '512 tokens', 'at most 256':
+    assert text in str(caught.value)
+
+
+@pytest.mark.parametrize('size', ['cpu', 'gpu'])
+@pytest.mark.parametrize('name', NAMES)
+def test_arms_of_primary_claims_choose_a_learning_rate(name, size):
+  page = _page(name, size)
+  rates = {rate.name: rate for rate in page.rates}
+  named = {x for claim in page.claims if claim.primary for x in claim.contrast}
+  # The trained source of gpu has a rate of its own by hand.
+  for arm in page.arms:
+    if arm.name in named - {'base', 'small'}:
+      rate = rates[arm.rate]
+      assert (rate.arm, rate.seed, rate.extra) == (arm.name, 1000, 2), arm.name
+      low, middle, high = rate.values
+      assert (middle / low, high / middle) == pytest.approx((3, 3))
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_arms_end_with_a_decay(name):
+  schedules = {shared.settings(x).optimizer.schedule for x in _page(name).arms}
+  kinds = {schedule.kind for schedule in schedules}
+  assert kinds <= ({'rsqrt'} if name == 'conversion' else {'cosine'})
 
 
 @pytest.mark.long
@@ -143,10 +168,10 @@ def test_costs_at_cpu():
         if (_key(page, arm), page.seeds_of(arm.name)[0]) not in new:
           continue  # A run of another page.
         flops = shared.flops(shared.Size('cpu'), arm)
-        limit = MOST_RUNS.get(name, {}).get(arm.name, most_run)
+        limit = MOST_RUNS.get(arm.name, most_run)
         assert flops <= limit, (name, arm.name)
       total |= costs
-  assert sum(total.values()) <= 3.6e15
+  assert sum(total.values()) <= 3.7e15
 
 
 def test_scratch_costs_as_much_as_source_adaptation_and_teacher():
@@ -164,7 +189,9 @@ def test_scratch_costs_as_much_as_source_adaptation_and_teacher():
     shared.spent(size, arms[name])[1]
     for name in ('adapted', 'scratch', 'scratch_taught', 'continued')
   ]
-  assert steps == 4 * [800]
+  assert steps == 4 * [375]
+  # A quarter of the tokens that the source has read.
+  assert steps[0] * 16 * 256 == pytest.approx(6_141_172 / 4, rel=0.01)
 
 
 def test_pages_of_other_pages_have_their_names():

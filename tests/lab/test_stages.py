@@ -51,7 +51,7 @@ def page(tmp_path, monkeypatch):
     commands=(
       pages.Command('hf', 'convert', ('export', '--checkpoint={pair}', '{hf}')),
     ),
-    rates=(pages.Rate('rate', 'scratch', (1e-3, 3e-3), 4),),
+    rates=(pages.Rate('rate', 'scratch', (1e-3, 3e-3)),),
     root='runs/studies/small_test',
   )
 
@@ -165,12 +165,12 @@ EDITS = {
     set(),
   ),
   'rates': (
-    _replace(rates=(pages.Rate('rate', 'scratch', (1e-3, 2e-3), 4),)),
+    _replace(rates=(pages.Rate('rate', 'scratch', (1e-3, 2e-3)),)),
     SCRATCH | {'rate'},
   ),
   'a budget': (
     lambda page: _changed(page, 'scratch', budget=16),
-    SCRATCH,
+    SCRATCH | {'rate'},
   ),
   'data of one arm': (
     lambda page: _changed(page, 'tuned', changes={'data.seed': 4}),
@@ -310,6 +310,36 @@ def test_paired_arms_read_equal_rows(page):
   study = _changed(study, 'scratch', changes={'train.batch_size': 4})
   with pytest.raises(errors.UserError, match='read different rows'):
     stages.resolve(study)
+
+
+def test_rows_longer_than_those_of_training_are_refused(page):
+  longest = {x.name: x.longest for x in stages.resolve(page).values()}
+  assert {longest[x] for x in ('pair', 'tuned', 'scratch', 'hf')} == {32}
+  long = {'data.encoder_length': 24}
+  with pytest.raises(errors.UserError, match='stage tuned has .* 40 tokens'):
+    stages.resolve(_changed(page, 'tuned', changes=long))
+  # Other models are measured on the rows of `pair`.
+  with pytest.raises(errors.UserError, match='stage loss_scratch has .* 40 to'):
+    stages.resolve(_changed(page, 'pair', changes=long))
+  for length in 32, 33:
+    needles = pages.Evaluation(
+      'needles',
+      ('--retrieval=python', f'--retrieval_lengths=8,{length}'),
+      models=('tuned',),
+    )
+    study = dataclasses.replace(page, evaluations=(needles,))
+    if length == 32:
+      stages.resolve(study)
+    else:
+      with pytest.raises(errors.UserError, match='needles_tuned has .* 33 tok'):
+        stages.resolve(study)
+
+
+def test_a_learning_rate_is_chosen_in_runs_of_full_length(page):
+  resolved = stages.resolve(_changed(page, 'scratch', budget=12))
+  choice, run = resolved['rate'], resolved['scratch']
+  assert choice.settings.train.steps == run.settings.train.steps == 12
+  assert choice.values['seed'] == 1000
 
 
 def test_arms_that_read_each_other_are_refused(page):

@@ -157,7 +157,7 @@ def test_steps_of_other_adapters_and_optimizers_are_others():
 def test_further_rates_are_a_bound_beside_the_costs():
   page = pages.Study('x', 'x', 'x', ())
   settings = types.SimpleNamespace(train=types.SimpleNamespace(steps=3600))
-  rate = pages.Rate('rate', 'a', (1e-3, 3e-3, 9e-3), 3600)
+  rate = pages.Rate('rate', 'a', (1e-3, 3e-3, 9e-3))
   chosen, run = (
     stages.Stage(
       *('a', 'train', (), (), ''), rate=x, settings=settings, flops=30.0

@@ -3,7 +3,8 @@
 An arm is a list of scores of its runs, one per seed, on one metric. A contrast
 is over two arms, second - first, or four, (second - first) - (fourth - third).
 Runs are differenced by seed: this lowers the variance of arms with equal rows
-under equal seeds.
+under equal seeds. Models are compared on rows of lengths that they have
+seen (`check_length`).
 
 From the package, this module imports only `base.errors`,
 `data.sources.document_source`, `crossed_intervals` and `results_store`.
@@ -79,6 +80,24 @@ def sums(
   names, index = np.unique(first.groups, return_inverse=True)
   is_of_group = (index[:, None] == np.arange(len(names))).astype(np.float64)
   return numerators @ is_of_group, weights @ is_of_group
+
+
+def check_length(title: str, length: int, limit: int) -> None:
+  """Rejects rows that are longer than the rows a model was trained on.
+
+  Args:
+    title: the study and the stage, for the error.
+    length: longest stack input of the rows, in tokens.
+    limit: longest stack input that the model or an ancestor was trained on; 0
+      if unknown.
+  """
+  if 0 < limit < length:
+    raise errors.UserError(
+      f'{title} has rows with a stack input of {length} tokens, and its model'
+      f' was trained on at most {limit}: its loss there tells of positions, not'
+      ' of the task. Shorten the rows (config.data.encoder_length and'
+      ' decoder_length), or train the model on rows as long.'
+    )
 
 
 def same_examples(
