@@ -1,26 +1,20 @@
 """The main job on text that every Python carries, small enough for two cores.
 
-    bash launch/quickstart.sh [--size=full]
+    bash launch/quickstart.sh
 
 runs the page below; each of its stages is a command of its own, for example
 
     python -m encdec_adapt.train --config=configs/quickstart.py:run=adapted \
       --workdir=runs/quickstart/adapted
 
-Both sizes start from the decoders of configs/decoders, as a user starts from a
-Hugging Face folder. `size=default` takes 5 to 10 minutes on two cores. It
-adapts a balanced and an unbalanced pair, and tunes the balanced one and its
-decoder on look-ups (`run=adapted_tuned`: questions about a table, of
-`configs/lookups.py`). Expect the tuned pair to copy descriptions from its
-input, often not the one that is asked for, and the tuned decoder to copy none.
-With `seeds=3` the difference of their losses has an interval.
-
-`size=full` takes at most two and a half hours. It trains `adapted`, `scratch`
-and the control, the decoder trained on, for about one pass of the text, with
-three seeds and the learning rates that were best in short runs, by rows that
-the report leaves out. It then tunes all three on look-ups and measures what
-generating costs.
-`size=smoke` is for tests.
+It starts from the decoders of configs/decoders, as a user starts from a Hugging
+Face folder, and takes 5 to 10 minutes on two cores. It adapts a balanced and an
+unbalanced pair, and tunes the balanced one and its decoder on look-ups
+(`run=adapted_tuned`: questions about a table, of `configs/lookups.py`). Expect
+the tuned pair to copy descriptions from its input, often not the one that is
+asked for, and the tuned decoder to copy none. With `seeds=3` the difference of
+their losses has an interval. `size=smoke` is for tests. What adaptation is
+worth beside its alternatives is the question of configs/studies/adaptation.py.
 """
 
 import dataclasses
@@ -36,9 +30,7 @@ RUNS = {
   'decoder_only': 'the causal decoder that is adapted',
   'decoder_only_small': 'the smaller decoder of the unbalanced pair',
   'adapted': 'balanced encoder-decoder from decoder_only',
-  'scratch': 'the same encoder-decoder from random initialisation',
   'unbalanced': 'encoder from decoder_only, decoder from the small one',
-  'decoder_only_continued': 'control: decoder_only for as many tokens more',
 }
 # Pretrained decoders, and digests of the documents held out from them.
 DECODERS = configs.path('decoders')
@@ -46,13 +38,8 @@ FOLDERS = {'decoder_only': 'base', 'decoder_only_small': 'small'}
 VOCABULARY = 2048
 # Questions on a table as those of the look-ups; the report shows the answers.
 QUESTIONS = f'{DECODERS}/questions.jsonl'
-# What the full size trains to compare, with the rates and seeds of each. Rates
-# below 2e-3 win in short runs of a trained decoder, and lose over a full pass:
-# none is tried beyond the edges.
-COMPARED = ('adapted', 'scratch', 'decoder_only_continued')
-TUNED = tuple(f'{run}_tuned' for run in (*COMPARED, 'decoder_only'))
-LEARNING_RATES = (2e-3, 6e-3, 1.8e-2)
-SEEDS = 3
+ADAPTED = 'adapted', 'unbalanced'
+TUNED = 'adapted_tuned', 'decoder_only_tuned'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,10 +53,6 @@ class Size:
     tune_steps: optimizer updates of tuning.
     evaluations: evaluations during the training of a pair.
     eval_rows: held-out rows.
-    warmup_steps: first updates of a pair, with rising learning rates.
-    rate_steps: updates of the runs that choose the learning rates, by the loss
-      on development rows, which reports leave out; 0 for the rates of
-      `get_config`, a single seed and no control.
   """
 
   root: str
@@ -78,16 +61,11 @@ class Size:
   tune_steps: int
   evaluations: int
   eval_rows: int
-  warmup_steps: int = 20
-  rate_steps: int = 0
 
 
 SIZES = {
   'smoke': Size('runs/quickstart_smoke', 400_000, 4, 2, 2, 16),
   'default': Size('runs/quickstart', 3_000_000, 140, 110, 4, 64),
-  'full': Size(
-    'runs/quickstart_full', 0, 900, 400, 18, 192, 40, rate_steps=130
-  ),
 }
 
 
@@ -145,10 +123,8 @@ def get_config(arg=None):
   config.data.vocabulary = f'{DECODERS}/base'
   config.data.shards = 2
   config.data.eval_rows = size.eval_rows
-  if size.rate_steps and run in COMPARED:
-    config.data.development_rows = 64
   config.train.log_every = 20
-  config.optimizer.warmup_steps = size.warmup_steps
+  config.optimizer.warmup_steps = 20
   if run.startswith('decoder_only'):
     _set_causal(config, size, run)
   else:
@@ -161,24 +137,17 @@ def get_config(arg=None):
 
 
 def _set_causal(config, size, run):
-  """Causal language model on rows of 256 tokens, new or continued."""
+  """Causal language model on rows of 256 tokens."""
   config.model.kind = 'decoder_only'
-  config.data.folder = f'{size.root}/records/causal_lm'
+  config.data.folder = f'{size.root}/records/pretraining'
   config.data.objective = 'causal_lm'
   config.data.decoder_length = 256
   config.optimizer.weight_decay = 0.01
-  if run == 'decoder_only_continued':
-    config.train.steps = size.adapt_steps
-    config.init.mode = 'checkpoint'
-    config.init.encoder = f'{size.root}/decoder_only'
-    config.optimizer.learning_rate = 1e-3
-  else:
-    config.data.folder = f'{size.root}/records/pretraining'
-    config.data.passes = 2
-    config.train.steps = 3000 if run == 'decoder_only' else 1500
-    config.train.batch_size = 8
-    config.optimizer.learning_rate = 3e-3
-    config.optimizer.warmup_steps = 100
+  config.data.passes = 2
+  config.train.steps = 3000 if run == 'decoder_only' else 1500
+  config.train.batch_size = 8
+  config.optimizer.learning_rate = 3e-3
+  config.optimizer.warmup_steps = 100
 
 
 def _set_pair(config, size, run):
@@ -191,15 +160,12 @@ def _set_pair(config, size, run):
   config.loss.kind, config.loss.distill.share = 'distill', 0.5
   config.train.steps = size.adapt_steps
   config.optimizer.learning_rate = 2e-3
-  if run == 'adapted':
-    config.init.mode = 'adapt'
-  elif run == 'unbalanced':
-    config.init.mode = 'adapt'
+  config.init.mode = 'adapt'
+  config.init.encoder = f'{size.root}/decoder_only'
+  if run == 'unbalanced':
     config.init.decoder = f'{size.root}/decoder_only_small'
     # About 5 % of the steps, as K = 1000 is of the paper's.
     config.train.cross_attention_warmup = max(size.adapt_steps // 20, 1)
-  if config.init.mode != 'random':
-    config.init.encoder = f'{size.root}/decoder_only'
 
 
 def _tuned(name, run):
@@ -237,35 +203,8 @@ def get_study(arg=None):
 
   `seeds`, if given, is the number of seeds of every arm.
   """
-  args = config_lib.parse_arg(arg, size='default', seeds=0)
+  args = config_lib.parse_arg(arg, size='default', seeds=1)
   name, size = args['size'], _size(args['size'])
-  count = args['seeds'] or (SEEDS if size.rate_steps else 1)
-  if size.rate_steps:
-    compared = COMPARED
-    tuned = tuple(f'{run}_tuned' for run in COMPARED)
-    rates = tuple(
-      pages.Rate(f'rate_{x}', x, LEARNING_RATES, size.rate_steps, extra=0)
-      for x in COMPARED
-    )
-    models = (*compared, 'decoder_only')
-    evaluations = (
-      pages.Evaluation('evaluate', records='adapted', models=models),
-      _answers(tuned),
-      pages.Evaluation(
-        'cost',
-        ('--cost=184,40',),
-        metrics=('cost/decode_ms',),
-        models=tuned,
-        all_seeds=False,  # Seeds cost the same.
-        seconds=30,
-      ),
-    )
-    claims = _TRAINED_ON
-  else:
-    compared, rates = ('adapted', 'unbalanced'), ()
-    tuned = 'adapted_tuned', 'decoder_only_tuned'
-    evaluations = (_answers((*tuned, 'decoder_only', *compared)),)
-    claims = (_TUNED,) if count > 1 else ()
   return pages.Study(
     name='quickstart',
     title=(
@@ -274,59 +213,32 @@ def get_study(arg=None):
     ),
     size=name,
     root=size.root,
-    arms=tuple(_arm(name, run) for run in (*compared, *tuned)),
-    seeds=tuple(range(count)),
-    claims=claims,
-    evaluations=evaluations,
-    commands=tuple(_commands(size, tuned)),
-    rates=rates,
-    samples=tuple(f'samples_{run}' for run in tuned),
+    arms=tuple(_arm(name, run) for run in (*ADAPTED, *TUNED)),
+    seeds=tuple(range(args['seeds'])),
+    claims=(CLAIM,) if args['seeds'] > 1 else (),
+    evaluations=(
+      pages.Evaluation(
+        'answers',
+        metrics=('held_out/loss', 'held_out/exact_match'),
+        records='adapted_tuned',
+        models=(*TUNED, 'decoder_only', *ADAPTED),
+      ),
+    ),
+    commands=tuple(_commands()),
+    samples=tuple(f'samples_{run}' for run in TUNED),
   )
 
 
-def _answers(models):
-  """Losses on held-out answers of look-ups."""
-  return pages.Evaluation(
-    'answers',
-    metrics=('held_out/loss', 'held_out/exact_match'),
-    records='adapted_tuned',
-    models=models,
-  )
-
-
-def _claim(contrast, sentence, paper, source='Figure 2 and Table 4', **fields):
-  return pages.Claim(
-    sentence=sentence,
-    source=f'Encoder-Decoder Gemma (arXiv:2504.06225), {source}',
-    paper=paper,
-    contrast=contrast,
-    metric='held_out/loss',
-    direction='less',
-    smallest=0.02,
-    reason='two seeds of a model of this size differ by about as much',
-    **fields,
-  )
-
-
-_TRAINED_ON = (
-  _claim(
-    ('scratch', 'adapted'),
-    'The adapted pair ends below the same pair from random weights.',
-    '+2.6 points at 2B',
-  ),
-  _claim(
-    ('decoder_only_continued', 'adapted'),
-    'The adapted pair ends below the decoder trained on.',
-    '49.7 against 48.6 of Gemma 2 2B with 6T tokens more',
-  ),
-)
-_TUNED = _claim(
-  ('decoder_only_tuned', 'adapted_tuned'),
+CLAIM = pages.Claim(
   'Tuned on look-ups in its input, the adapted pair has a lower loss than the'
   ' decoder it is made from, tuned alike.',
-  'a larger gain from tuning than the decoder',
-  'section 4.3',
-  primary=True,
+  source='Encoder-Decoder Gemma (arXiv:2504.06225), section 4.3',
+  paper='a larger gain from tuning than the decoder',
+  contrast=('decoder_only_tuned', 'adapted_tuned'),
+  metric='held_out/loss',
+  direction='less',
+  smallest=0.02,
+  reason='two seeds of a model of this size differ by about as much',
 )
 
 
@@ -336,24 +248,15 @@ def _arm(name, run):
   if run in TUNED:
     starts['init.encoder'] = run.removesuffix('_tuned')
   else:
-    if run != 'decoder_only_continued':
-      starts['teacher.checkpoint'] = 'decoder_only'
-    if run != 'scratch':
-      starts['init.encoder'] = 'decoder_only'
+    starts = {x: 'decoder_only' for x in ('teacher.checkpoint', 'init.encoder')}
     if run == 'unbalanced':
       starts['init.decoder'] = 'decoder_only_small'
-  has_rate = _size(name).rate_steps and run in COMPARED
-  return pages.Arm(
-    run,
-    f'quickstart:size={name},run={run}',
-    starts=starts,
-    rate=f'rate_{run}' if has_rate else '',
-  )
+  return pages.Arm(run, f'quickstart:size={name},run={run}', starts=starts)
 
 
-def _commands(size, tuned):
+def _commands():
   """Imports decoders; answers with tuned models, and exports the pair."""
-  for run in ('decoder_only',) if size.rate_steps else FOLDERS:
+  for run in FOLDERS:
     yield pages.Command(
       run,
       'convert',
@@ -364,7 +267,7 @@ def _commands(size, tuned):
       ),
       seconds=10,
     )
-  for run in tuned:
+  for run in TUNED:
     name = f'samples_{run}'
     yield pages.Command(
       name,

@@ -100,82 +100,56 @@ def _wide(decoder, pair, budget):
   return dataclasses.replace(wide, changes=changes)
 
 
-CLAIMS = (
-  shared.claim(
-    ('scratch_taught', 'adapted'),
-    'Adapted has a lower loss than scratch that the same decoder teaches.',
-    f'{shared.T5GEMMA}, Table 4',
-    'points: +2.6 at 2B-2B; at S-S and B-B the other way, by 1.2',
-    primary=True,
-    paired=True,
-  ),
-  shared.claim(
-    ('scratch_total', 'adapted'),
-    'Adapted has a lower loss than scratch at equal total FLOPs.',
-    f'{shared.OURS}, on {shared.T5GEMMA}, Table 4',
-    'scratch had 8T tokens, the source 2T and adaptation 2T',
-  ),
-  shared.claim(
-    ('continued_flops', 'adapted'),
-    'Adapted has a lower loss than its decoder after as many FLOPs more.',
-    f'{shared.T5GEMMA}, section 5',
-    'points: 49.7, Gemma 2 2B after 6T more tokens 48.6',
-    primary=True,
-  ),
-  shared.claim(
-    ('continued', 'adapted'),
-    'Adapted has a lower loss than its decoder after as many tokens more.',
-    shared.OURS,
-    '-',
-  ),
-  shared.claim(
-    ('wide', 'adapted'),
-    'Adapted has a lower loss than a decoder of its parameters, total FLOPs.',
-    f'{shared.OURS}, on {shared.T5GEMMA}, Table 2',
-    '-',
-    primary=True,
-  ),
-  shared.claim(
-    ('scratch', 'scratch_taught'),
-    'A teacher lowers the loss of a pair from scratch.',
-    'Gemma 2 (arXiv:2408.00118), distillation against scratch',
-    'points: 67.7 against 60.3 (decoder of 2B, 500B tokens)',
-    paired=True,
-  ),
+PRIMARY = {'primary': True}
+TABLE = f'{shared.T5GEMMA}, Table 4'
+FIGURE = f'{shared.T5GEMMA}, Figure 2'
+NEAR = '2B-2B passes Gemma 2 2B (2T tokens) near 196B, a tenth'
+# fmt: off
+CLAIMS = shared.claims(
+  (('scratch_taught', 'adapted'),
+   'Adapted has a lower loss than scratch that the same decoder teaches.',
+   TABLE, 'points: +2.6 at 2B-2B; at S-S and B-B the other way, by 1.2',
+   {**PRIMARY, 'paired': True}),
+  (('scratch_total', 'adapted'),
+   'Adapted has a lower loss than scratch at equal total FLOPs.',
+   f'{shared.OURS}, on {TABLE}',
+   'scratch had 8T tokens, the source 2T and adaptation 2T', {}),
+  (('continued_flops', 'adapted'),
+   'Adapted has a lower loss than its decoder after as many FLOPs more.',
+   f'{shared.T5GEMMA}, section 5',
+   'points: 49.7, Gemma 2 2B after 6T more tokens 48.6', PRIMARY),
+  (('continued', 'adapted'),
+   'Adapted has a lower loss than its decoder after as many tokens more.',
+   shared.OURS, '-', {}),
+  (('wide', 'adapted'),
+   'Adapted has a lower loss than a decoder of its parameters, total FLOPs.',
+   f'{shared.OURS}, on {TABLE}', '-', PRIMARY),
+  (('scratch', 'scratch_taught'),
+   'A teacher lowers the loss of a pair from scratch.',
+   'Gemma 2 (arXiv:2408.00118), distillation against scratch',
+   'points: 67.7 against 60.3 (decoder of 2B, 500B tokens)',
+   {'paired': True}),
 )
 SMALLER = shared.claim(
   ('unbalanced', 'adapted'),
   'Adapted has a lower loss than the pair with the smaller decoder.',
-  f'{shared.T5GEMMA}, Table 2',
-  'points: 9B-9B 63.1, 9B-2B 55.0',
+  f'{shared.T5GEMMA}, Table 2', 'points: 9B-9B 63.1, 9B-2B 55.0',
 )
 REACHED = shared.claims(
-  (
-    ('base', 'adapted'),
-    "Adapted on a quarter of its source's tokens, a pair has a lower loss.",
-    f'{shared.T5GEMMA}, Figure 2',
-    '2B-2B passes Gemma 2 2B (2T tokens) near 196B, a tenth',
-    {'primary': True},
-  ),
-  (
-    ('base', 'adapted_half'),
-    "Adapted on half of its source's tokens, a pair has a lower loss.",
-    f'{shared.T5GEMMA}, Figure 2',
-    '2B-2B passes Gemma 2 2B (2T tokens) near 196B, a tenth',
-    {},
-  ),
+  (('base', 'adapted'),
+   "Adapted on a quarter of its source's tokens, a pair has a lower loss.",
+   FIGURE, NEAR, PRIMARY),
+  (('base', 'adapted_half'),
+   "Adapted on half of its source's tokens, a pair has a lower loss.",
+   FIGURE, NEAR, {}),
 )
-TUNED_CLAIMS = (
-  shared.claim(
-    ('scratch_total_tuned', 'adapted_tuned'),
-    'After tuning, adapted has a lower loss than scratch_total.',
-    f'{shared.OURS}, on {shared.T5GEMMA}, Table 4',
-    'points: +2.5 at 2B-2B; at S-S the other way, by .1',
-  ),
-  shared.claim(
-    ('wide_tuned', 'adapted_tuned'),
-    'After tuning, adapted has a lower loss than a wider decoder.',
-    f'{shared.OURS}, on {shared.T5GEMMA}, Table 2',
-    '-',
-  ),
+TUNED_CLAIMS = shared.claims(
+  (('scratch_total_tuned', 'adapted_tuned'),
+   'After tuning, adapted has a lower loss than scratch_total.',
+   f'{shared.OURS}, on {TABLE}',
+   'points: +2.5 at 2B-2B; at S-S the other way, by .1', {}),
+  (('wide_tuned', 'adapted_tuned'),
+   'After tuning, adapted has a lower loss than a wider decoder.',
+   f'{shared.OURS}, on {TABLE}', '-', {}),
 )
+# fmt: on

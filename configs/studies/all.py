@@ -4,16 +4,15 @@
 
 Each page is a stage of its own, with a report in its folder
 (runs/studies/NAME_SIZE); a stage that two pages have in common runs once. `cpu`
-costs at most 3.6e15 FLOPs, about twelve hours on two cores, and before
-`post_training` trains the quickstart's full models, two hours and a half. One
-page that fails does not stop the others. At `cpu` the report, also by --report,
-writes the table of all claims into README.md; pages that were not run again
-keep their lines (results.json).
+costs at most 3.7e15 FLOPs, about fourteen hours on two quiet cores with
+`post_training`, which starts from models of `adaptation`. One page that fails
+does not stop the others. At `cpu` the report, also by --report, writes the
+table of all claims into README.md; pages that were not run again keep their
+lines (results.json).
 """
 
 from encdec_adapt import configs
-from encdec_adapt.configs import quickstart
-from encdec_adapt.configs.studies import shared
+from encdec_adapt.configs.studies import meap, shared
 from encdec_adapt.lab import pages
 
 # Those that read the models of others follow them.
@@ -34,24 +33,32 @@ PAGES = (
   'correlation',
   'efficiency',
 )
-# Models that `post_training` starts from: sizes of the quickstart.
-MODELS = {'smoke': 'smoke', 'cpu': 'full'}
+# Claims of the picture by paper: page and contrast of a primary claim.
+PICTURE = {
+  shared.T5GEMMA: (
+    ('adaptation', ('scratch_taught', 'adapted')),
+    ('adaptation', ('continued_flops', 'adapted')),
+    ('tuning', ('base_tuned', 'adapted_tuned', 'base', 'adapted')),
+    ('encoder', ('causal', 'bidirectional')),
+  ),
+  shared.WANG: (
+    ('wang', ('ed_plm', 'cd_flm')),
+    ('wang', ('cd_flm_tuned', 'ed_mlm_tuned')),
+    ('conversion', ('nc_a', 'nd_mlm')),
+  ),
+  meap.CITED: (('meap', ('meap',)),),
+}
 
 
 def get_study(arg=None):
   """Returns the page of a size (`shared.size`)."""
   size = shared.size(arg)
-  commands = [_page(name, size.arguments) for name in PAGES]
-  if size.name in MODELS:
-    start = quickstart.SIZES[MODELS[size.name]].root
-    commands += [
-      _page('quickstart', f'size={MODELS[size.name]}', '', root=start),
-      _page(
-        'post_training',
-        f'size={size.name},models={start}',
-        after=('quickstart',),
-      ),
-    ]
+  root = f'runs/studies/adaptation_{size.name}'
+  roots = {'adaptation': root}
+  commands = [_page(x, size.arguments, root=roots.get(x, '')) for x in PAGES]
+  if size.name in ('smoke', 'cpu'):
+    argument = f'size={size.name},models={root}'
+    commands.append(_page('post_training', argument, ('adaptation',)))
   is_cpu = size.name == 'cpu'
   return pages.Study(
     'all',
@@ -63,8 +70,8 @@ def get_study(arg=None):
   )
 
 
-def _page(name, argument, folder='studies/', after=(), root=''):
+def _page(name, argument, after=(), root=''):
   """Returns the stage of a page; `root` is its folder, whatever --root is."""
-  file = configs.path(f'{folder}{name}.py')
+  file = configs.path(f'studies/{name}.py')
   flags = [f'--study={file}:{argument}'] + ([f'--root={root}'] if root else [])
   return pages.Command(name, 'study', tuple(flags), after, seconds=3600)

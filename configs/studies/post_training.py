@@ -1,13 +1,17 @@
 r"""What post-training is worth, on functions of Python's library.
 
-    bash launch/quickstart.sh --size=full
+    python -m encdec_adapt.study --study=adaptation:size=cpu
     python -m encdec_adapt.study --study=post_training:size=cpu
 
-tunes the adapted pair and the decoder of `models` (`runs/quickstart_full`) on
-beginnings of functions (`configs/functions.py`), post-trains them in every way
-of `configs/post_training.md`, and measures what each is worth on functions of
-held-out modules, and its price. `size=cpu` has three seeds, `size=quick` one,
-`size=smoke` is for tests. Single steps of it:
+tunes the adapted pair and the decoder of as many parameters of `models`
+(`runs/studies/adaptation_cpu`) on beginnings of functions
+(`configs/functions.py`), post-trains them in every way of
+`configs/post_training.md`, and measures what each is worth on functions of
+held-out modules, and its price. Modules are the groups of its intervals; those
+of the development part, a third, are left to choices of settings. `size=cpu`
+has eight seeds, `size=quick` one, `size=smoke` is for tests. All start from the
+first seed of `models`. Learning rates are those of `ARMS`; RLOO's and DPO's
+were chosen on prompts of the earlier measurement. Single steps of it:
 
     python -m encdec_adapt.train --workdir=.. \
       --config=configs/studies/post_training.py:size=quick,run=pair_rloo
@@ -28,6 +32,7 @@ from encdec_adapt import configs
 from encdec_adapt.base import errors, option_strings
 from encdec_adapt.cli import command
 from encdec_adapt.configs import functions, post_training, sft
+from encdec_adapt.data.sources import document_source
 from encdec_adapt.evaluation.results import comparisons, results_store
 from encdec_adapt.files import atomic, paths
 from encdec_adapt.generation import answer_encoding, text_generation
@@ -36,7 +41,7 @@ from encdec_adapt.lab import pages, score_tables
 from encdec_adapt.telemetry import compute_cost
 
 # Model -> the run that it starts from, below the folder of the models.
-MODELS = {'pair': 'adapted', 'decoder': 'decoder_only'}
+MODELS = {'pair': 'adapted', 'decoder': 'wide'}
 TOKENS = 48  # Most tokens of a prompt, and of a continuation.
 SAMPLES = 8
 MODEL = 'model'
@@ -107,13 +112,16 @@ class Size:
 SIZES = {
   'smoke': Size(1, 2, 48, 8, 8),
   'quick': Size(1, 40, 768, 128, 16),
-  'cpu': Size(3, 40, 1536, 256, 16),
+  'cpu': Size(8, 40, 1536, 256, 16),
 }
 
 
 def _arguments(arg):
   args = config_lib.parse_arg(
-    arg, size='quick', run='pair_tuned', models='runs/quickstart_full'
+    arg,
+    size='quick',
+    run='pair_tuned',
+    models='runs/studies/adaptation_cpu',
   )
   if args['size'] not in SIZES or args['run'] not in RUNS:
     raise errors.UserError(
@@ -172,7 +180,6 @@ def get_config(arg=None):
   config.evaluation.loss, config.evaluation.samples = 1000, 0
   config.checkpoint.every, config.checkpoint.keep_best = 1000, False
   config.optimizer.learning_rate = arm.rate
-  config.optimizer.schedule = 'constant'
   config.optimizer.warmup_steps = 0
   config.compute.dtype = 'float32'
   config.compute.scan_unroll = 4
@@ -281,11 +288,17 @@ def _source():
 
 
 def _prompts(split, vocabulary):
-  """Returns the prompts of a split that fit into a row, BOS included."""
+  """Returns prompts of a split that fit into a row, BOS included, by module.
+
+  Those of the development part are left out.
+  """
   source = functions.FunctionSource(_source())
   documents = source.documents(lambda x: source.in_split(x, split, 0, 0))
-  prompts = [json.loads(document.text)[0] for document in documents]
-  return [x for x in prompts if len(vocabulary.encode(x)) < TOKENS]
+  rows = [
+    (json.loads(x.text)[0], document_source.group(x.id)) for x in documents
+  ]
+  rows = [x for x in rows if not document_source.is_development(x[1])]
+  return [x for x in rows if len(vocabulary.encode(x[0])) < TOKENS]
 
 
 def _sample(model, prompts, count, temperature):
@@ -313,7 +326,8 @@ def _passing(prompts, groups):
 def _collect(folder, path, size):
   """Writes a tuned model's passing samples, and a pair for each prompt."""
   model = encdec_adapt.load(path)
-  prompts = _prompts('train', model.tokenizer)[: size.prompts]
+  rows = _prompts('train', model.tokenizer)[: size.prompts]
+  prompts = [prompt for prompt, _ in rows]
   pairs, passing = [], []
   _, groups = _sample(model, prompts, SAMPLES, 1.0)
   for prompt, group in zip(prompts, groups, strict=True):
@@ -338,7 +352,8 @@ def _measure(folder, path, tuned_path, args, size):
   run, tuned = args['run'], encdec_adapt.load(tuned_path)
   is_judge = args['arm'] == 'reward'
   model = tuned if is_judge else encdec_adapt.load(path)
-  prompts = _prompts('eval', tuned.tokenizer)[: size.held_out]
+  rows = _prompts('eval', tuned.tokenizer)[: size.held_out]
+  prompts, modules = map(list, zip(*rows, strict=True))
   _, greedy = _sample(model, prompts, 1, 0.0)
   ids, drawn = _sample(model, prompts, SAMPLES if is_judge else 1, 1.0)
   if is_judge:
@@ -364,6 +379,7 @@ def _measure(folder, path, tuned_path, args, size):
   texts = [x[0].text for x in greedy]
   summary = atomic.read_json(paths.at(path) / compute_cost.SUMMARY)
   measures = {
+    'modules': modules,
     'greedy': _passing(prompts, greedy),
     'sampled': _passing(prompts, drawn),
     'kl': float(kl),
@@ -388,9 +404,10 @@ def _write_table(folder, measures, size):
     is_judge = name == 'pair_reward'
     row = {'run': f'best of {SAMPLES} by {name}' if is_judge else name}
     for metric in ('greedy', 'sampled'):
-      # Averages seeds by prompt: intervals are over prompts.
+      # Averages seeds by prompt: intervals are over prompts, by module.
       values = np.mean([x[metric] for x in seeds], axis=0).tolist()
-      score = results_store.mean_score(name, metric, values)
+      groups = seeds[0]['modules']
+      score = results_store.mean_score(name, metric, values, groups)
       low, high = comparisons.interval(score)
       rates[name, metric] = score
       row[metric] = f'{score.value:.3f} ({low:.2f} to {high:.2f})'

@@ -385,12 +385,24 @@ class _Page:
           'model': name,
           'runs': self._html.join(map(self._link, runs)),
           **{x: numbers.count(mean[key]) for x, key in counts.items()},
-          'learning rate': ', '.join(f'{x:g}' for x in rates if x),
+          'learning rate': ', '.join(f'{x:g}' for x in rates if x)
+          + self._choice(name),
           **{x: f'{mean[key]:.3g}' for x, key in flops.items()},
           'time': progress.format_seconds(mean['seconds']),
         }
       )
     return rows
+
+  def _choice(self, name: str) -> str:
+    """Returns whether a model's rate is an edge of a sweep or another arm's."""
+    choices = {x.name: x for x in self._study.rates}
+    arm = next((x for x in self._study.arms if x.name == name), None)
+    if arm is None or arm.rate not in choices:
+      return ''
+    is_edge = _edge(self._collected.rates.get(arm.rate, {}))
+    shared = choices[arm.rate].arm
+    text = f', that of {shared}' if shared != name else ''
+    return ' (edge)' * bool(is_edge) + text
 
   def _link(self, run: Run) -> str:
     text = 'run' if run.seed is None else str(run.seed)
@@ -568,17 +580,31 @@ def _label(metric: str) -> str:
   return metric.replace('_', '-').replace('/', ' ')
 
 
-def _rate(name: str, losses: Mapping[str, float]) -> str:
+def _best_rate(losses: Mapping[str, float]) -> str:
   finite = {k: x for k, x in losses.items() if x and math.isfinite(x)}
-  best = min(finite, key=finite.get)
+  return min(finite, key=finite.get)
+
+
+def _edge(losses: Mapping[str, float]) -> tuple[str, str] | None:
+  """Returns names of the edge that the best rate is at, and of what is beyond.
+
+  Returns None for a best rate between others.
+  """
+  tried = sorted(losses, key=float)
+  if len(tried) < 2:
+    return None
+  edges = {tried[0]: ('smallest', 'smaller'), tried[-1]: ('largest', 'larger')}
+  return edges.get(_best_rate(losses))
+
+
+def _rate(name: str, losses: Mapping[str, float]) -> str:
+  best = _best_rate(losses)
   listed = ', '.join(f'{k}: {numbers.loss(x)}' for k, x in losses.items())
   text = (
     f'{name}: the best learning rate is {best} (losses on development rows:'
     f' {listed})'
   )
-  tried = sorted(losses, key=float)
-  edges = {tried[0]: ('smallest', 'smaller'), tried[-1]: ('largest', 'larger')}
-  if best in edges and len(tried) > 1:
-    edge, beyond = edges[best]
+  if edge := _edge(losses):
+    edge, beyond = edge
     text += f', the {edge} tried: a {beyond} one may be better'
   return f'{text}.'

@@ -45,6 +45,7 @@ def models(tmp_path_factory):
   flags = [f'--encoder={imported}', f'--output={runs / "tuned"}']
   assert tiny.convert('adapt', *flags) == 0
   shutil.copytree(runs / 'tuned', runs / 'quickstart' / 'adapted')
+  shutil.copytree(imported, runs / 'quickstart' / 'wide')
   return root
 
 
@@ -121,7 +122,7 @@ def test_every_stage_of_the_study_is_understood(models, monkeypatch):
   page = post_training_page.get_study('size=cpu,models=runs/quickstart')
   resolved = stages.resolve(page)
   trained = {n: x for n, x in resolved.items() if x.module == 'train'}
-  assert len(trained) == 3 * len(post_training_page.RUNS)
+  assert len(trained) == 8 * len(post_training_page.RUNS)
   assert set(trained['pair_rloo_model_seed1'].reads) == {
     *('pair_tuned_seed1', 'pair_reward_seed1', 'records_pair_rloo')
   }

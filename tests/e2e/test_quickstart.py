@@ -76,34 +76,3 @@ def test_study_runs_reports_and_continues(tmp_path):
   page = (root / 'report.html').read_text()
   assert all(f'{name}, log_prob' in page for name in tuned)
   assert (root / 't5gemma' / 'config.json').exists()
-
-
-@pytest.mark.slow
-def test_full_size_compares_crosses_and_tunes(tmp_path):
-  root = tmp_path / 'run'
-  path = _copy(
-    tmp_path,
-    ("'runs/quickstart_full', 0, 900, 400, 18, 192,", f"'{root}', FULL,"),
-    ('FULL, 40, rate_steps=130', '400_000, 8, 2, 2, 16, rate_steps=2'),
-    ("0 if name != 'smoke' else size.max_bytes", '100_000'),
-    ('(2e-3, 6e-3, 1.8e-2)', '(1e-3, 2e-3)'),
-    # The text has too few groups for a development part.
-    ('development_rows = 64', 'development_rows = 0'),
-    ('SEEDS = 3', 'SEEDS = 2'),
-  )
-  flag = f'--study={path}:size=full'
-  done = tiny.run('study', flag, timeout=3600)
-  assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-  report = json.loads((root / 'report.json').read_text())
-  models = {'adapted', 'scratch', 'decoder_only_continued'}
-  values = tiny.numbers(root)
-  tuned = {f'{model}_tuned' for model in models}
-  assert {x[0] for x in values} == {*models, *tuned, 'decoder_only'}
-  for model in models | tuned:
-    seeds = {x[1] for x in values if x[0] == model}
-    assert seeds == {'0', '1'}
-  assert all(
-    any(x[0] == model and x[3] == 'decode_ms' for x in values)
-    for model in tuned
-  )
-  assert [x['seeds'] for x in report['claims']] == ['2', '2']

@@ -44,7 +44,6 @@ CONFIGURATIONS = (
   'base',
   *(f'quickstart:run={x}' for x in ('decoder_only', 'adapted', 'unbalanced')),
   'quickstart:size=smoke,run=unbalanced',
-  'quickstart:size=full,run=adapted',
   'laptop',
   f'laptop:encoder={jobs.SMALL},task=pairs',
   'laptop:vocabulary_size=4096',

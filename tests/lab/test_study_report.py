@@ -460,3 +460,14 @@ def test_the_table_of_all_claims(tmp_path, monkeypatch):
   readme.write_text('# Studies')
   with pytest.raises(errors.UserError, match='has no lines <!-- claims -->'):
     claim_tables.write_readme(readme, folders)
+
+
+def test_models_name_the_edge_and_the_arm_of_their_learning_rate(tmp_path):
+  page = _study()
+  arms = [dataclasses.replace(x, rate='edge') for x in page.arms]
+  rates = (pages.Rate('edge', 'scratch', (1e-3, 3e-3)),)
+  page = dataclasses.replace(page, arms=tuple(arms), rates=rates)
+  study_report.write(_collected(page), tmp_path)
+  text = (tmp_path / 'report.html').read_text()
+  assert '<td>0.001 (edge)</td>' in text
+  assert '<td>0.001 (edge), that of scratch</td>' in text

@@ -34,6 +34,8 @@ def test_a_source_that_no_module_registers_is_refused():
     text_sources.open_source('ledgers', 0, ('no_such',))
   with pytest.raises(errors.UserError, match="'length=9' .*long, short"):
     text_sources.open_source('lookups:length=9', 0, MODULE)
+  with pytest.raises(errors.UserError, match='table of all, asked, none'):
+    text_sources.open_source('lookups:table=half', 0, MODULE)
 
 
 @pytest.mark.long
@@ -60,3 +62,24 @@ def test_the_answer_stands_in_the_table_behind_the_name_that_is_asked(
   assert len(set(answers)) == len(answers)
   shard = [d.id for d in source.documents(shard_index=1, num_shards=3)]
   assert shard == [d.id for d in documents[1::3]]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize('table', ['asked', 'none'])
+def test_a_floor_has_the_questions_without_the_rest_of_the_table(table):
+  name = 'lookups:length=short'
+  sources = [
+    text_sources.open_source(x, 0, MODULE)
+    for x in (name, f'{name},table={table}')
+  ]
+  pairs = zip(*(list(x.documents()) for x in sources), strict=True)
+  for whole, floor in pairs:
+    assert whole.id == floor.id
+    (inputs, answer), (shown, floor_answer) = (
+      json.loads(x.text) for x in (whole, floor)
+    )
+    assert answer == floor_answer
+    question = inputs.splitlines()[-1]
+    row = f'{question.removeprefix("What is ").removesuffix("?")}: {answer}'
+    rows = [row] if table == 'asked' else []
+    assert shown.splitlines() == [*rows, question]
