@@ -148,7 +148,6 @@ def test_arms_of_primary_claims_choose_a_learning_rate(name, size):
       assert (middle / low, high / middle) == pytest.approx((3, 3))
 
 
-@pytest.mark.parametrize('name', NAMES)
 def test_claims_of_the_picture_are_primary():
   rows = [x for claims in all_pages.PICTURE.values() for x in claims]
   assert len(rows) == len({*rows}) == 8
@@ -162,6 +161,7 @@ def test_claims_of_the_picture_are_primary():
       assert not claim.withdrawn
 
 
+@pytest.mark.parametrize('name', NAMES)
 def test_arms_end_with_a_decay(name):
   schedules = {shared.settings(x).optimizer.schedule for x in _page(name).arms}
   kinds = {schedule.kind for schedule in schedules}
