@@ -111,7 +111,7 @@ def get_study(arg=None):
     arms.append(pages.Arm(arm, config, budget=budget(arm), rate=rate))
     if tuned and arm not in RATES:
       rates.append(pages.Rate(rate, arm, size.rates))
-  spans = [pages.Evaluation('spans', records='spans_causal')]
+  spans = [pages.Evaluation('hidden', records='spans_causal')]
   spans *= 'spans_causal' in shapes
   # Rows of text are longer than those that span corruption is trained on.
   texts = [arm for arm in arms if arm.name not in matched.SPANS]
