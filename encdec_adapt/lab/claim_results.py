@@ -69,6 +69,8 @@ class Result:
     names, text = self.claim.contrast, '{1} - {0}'
     if len(names) == 4:
       text = '({1} - {0}) - ({3} - {2})'
+    elif len(names) == 1:
+      text = '{0}'
     return f'{self.claim.metric}: {text.format(*names)}'
 
   @property

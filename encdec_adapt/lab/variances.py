@@ -97,7 +97,7 @@ def planned(
     path: file of the variances.
     metric: 'KIND/EVALUATION/TASK/METRIC'.
     study: name of the planned study; its own entry is ignored.
-    arms: arms of the contrast, 2 or 4.
+    arms: arms of the contrast, 1, 2 or 4.
 
   Returns:
     Means over the other studies, weighted by degrees of freedom; with fewer

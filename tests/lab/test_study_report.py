@@ -471,3 +471,11 @@ def test_models_name_the_edge_and_the_arm_of_their_learning_rate(tmp_path):
   text = (tmp_path / 'report.html').read_text()
   assert '<td>0.001 (edge)</td>' in text
   assert '<td>0.001 (edge), that of scratch</td>' in text
+
+
+def test_a_claim_of_one_arm_has_its_value_as_effect():
+  claim = _claim(('adapted',), direction='greater')
+  (result,) = _results(_collected(_study(claims=(claim,))))
+  assert result.effect == pytest.approx(2.5, abs=0.002)
+  assert result.contrast == 'held_out/loss: adapted'
+  assert result.low > 2 and result.verdict == 'reproduced'
