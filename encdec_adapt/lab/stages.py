@@ -26,7 +26,7 @@ from encdec_adapt.data.records import record_sets
 from encdec_adapt.evaluation.results import contrasts
 from encdec_adapt.files import atomic, hub, paths
 from encdec_adapt.lab import budgets, pages
-from encdec_adapt.models import forward_flops, model_config
+from encdec_adapt.models import forward_flops
 from encdec_adapt.telemetry import compute_cost, environment
 from encdec_adapt.tokenizers import vocabulary_pair
 
@@ -154,7 +154,17 @@ class _Resolver:
     if evaluation.records:
       records = self._records(self._items[evaluation.records])
       flags.append(f'--records={{{records.name}}}/eval')
+    needles = [
+      int(length)
+      for flag in flags
+      if flag.startswith('--retrieval_lengths=')
+      for length in flag.partition('=')[2].split(',')
+    ]
     for model in evaluation.models or [arm.name for arm in self.study.arms]:
+      lengths = list(needles)
+      if evaluation.records:
+        spec = self._config(self._items[evaluation.records])[0].data.evaluation
+        lengths.append(self._longest(spec, self._items[model]))
       seeds = self.study.seeds_of(model) or (None,)
       for seed in seeds if evaluation.all_seeds else seeds[:1]:
         name = f'{evaluation.name}_{self.study.stage_of(model, seed)}'
@@ -170,26 +180,9 @@ class _Resolver:
           evaluation=evaluation.name,
           flops=self._evaluation_flops(evaluation, model),
         )
-        self._check_evaluation(evaluation, model, name, seed)
-
-  def _check_evaluation(
-    self, evaluation: pages.Evaluation, model: str, name: str, seed: int | None
-  ) -> None:
-    """Rejects rows and haystacks that are longer than a model's training."""
-    limit = self.stage(model, seed).longest
-    lengths = [
-      int(length)
-      for flag in evaluation.arguments
-      if flag.startswith('--retrieval_lengths=')
-      for length in flag.partition('=')[2].split(',')
-    ]
-    if evaluation.records:
-      data = self._config(self._items[evaluation.records])[0].data
-      arm = self._items[model]
-      shape = None if isinstance(arm, pages.Command) else self._config(arm)[0]
-      lengths.append(_longest(data.evaluation, shape and shape.model))
-    title = f'study {self.study.name}: stage {name}'
-    contrasts.check_length(title, max(lengths, default=0), limit)
+        title = f'study {self.study.name}: stage {name}'
+        limit = self.stage(model, seed).longest
+        contrasts.check_length(title, max(lengths, default=0), limit)
 
   def _evaluation_flops(
     self, evaluation: pages.Evaluation, model: str
@@ -234,8 +227,10 @@ class _Resolver:
       'arguments': arguments,
       'after': sorted(self.stages[x].identity for x in reads),
     }
-    source = _imported(arguments)
-    lengths = [self.stages[x].longest for x in reads]
+    source, lengths = (
+      _imported(arguments),
+      [self.stages[x].longest for x in reads],
+    )
     return Stage(
       name,
       item.module,
@@ -330,12 +325,11 @@ class _Resolver:
       if key.startswith('init.')
       for x in pages.placeholders(text)
     ]
-    mode = config.init.mode
-    length = _longest(settings.data.train, settings.model)
+    mode, title = config.init.mode, f'study {self.study.name}: stage {name}'
+    length = self._longest(settings.data.train, arm)
     limit = max(sources, default=0) if all(sources) else 0
     # Adaptation makes another model, whose rows are its own.
     if mode == 'checkpoint':
-      title = f'study {self.study.name}: stage {name}'
       contrasts.check_length(title, length, limit)
     return Stage(
       name,
@@ -353,6 +347,16 @@ class _Resolver:
       flops=self._step(arm, settings).flops * settings.train.steps,
       longest=length if mode == 'random' else limit and max(length, limit),
     )
+
+  def _longest(
+    self, rows: record_sets.RecordSpec, model: pages.Arm | pages.Command
+  ) -> int:
+    """Returns a model's longest stack input; a command's is a decoder's."""
+    if isinstance(model, pages.Command):
+      return rows.lengths.teacher
+    has_inputs = rows.lengths.encoder > 0
+    sides = self._config(model)[0].model.architecture.sides(has_inputs)
+    return max(getattr(rows.lengths, side) for side in sides.values())
 
   def _config(self, arm: pages.Arm) -> _Config:
     if arm.name in self._configs:
@@ -473,23 +477,11 @@ def _changed(values: Mapping[str, Any]) -> dict[str, Any]:
   return {k: v for k, v in values.items() if v != defaults[k]}
 
 
-def _longest(
-  rows: record_sets.RecordSpec, model: model_config.ModelConfig | None
-) -> int:
-  """Returns the longest stack input of rows; that of a decoder for None."""
-  lengths = rows.lengths
-  if model is None:
-    return lengths.teacher
-  sides = model.architecture.sides(lengths.encoder > 0)
-  return max(getattr(lengths, side) for side in sides.values())
-
-
 def _imported(arguments: Sequence[str]) -> Mapping[str, Any]:
   """Returns the summary of an imported model; empty without one."""
   for text in arguments:
     source = text.removeprefix('--source=')
-    if source == text or source.startswith(hub.SCHEME):
-      continue
-    if (paths.at(source) / compute_cost.SUMMARY).exists():
-      return atomic.read_json(paths.at(source) / compute_cost.SUMMARY)
+    if source != text and not source.startswith(hub.SCHEME):
+      file = paths.at(source) / compute_cost.SUMMARY
+      return atomic.read_json(file) if file.exists() else {}
   return {}

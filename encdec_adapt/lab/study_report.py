@@ -395,14 +395,13 @@ class _Page:
 
   def _choice(self, name: str) -> str:
     """Returns whether a model's rate is an edge of a sweep or another arm's."""
-    choices = {x.name: x for x in self._study.rates}
-    arm = next((x for x in self._study.arms if x.name == name), None)
-    if arm is None or arm.rate not in choices:
-      return ''
-    is_edge = _edge(self._collected.rates.get(arm.rate, {}))
-    shared = choices[arm.rate].arm
-    text = f', that of {shared}' if shared != name else ''
-    return ' (edge)' * bool(is_edge) + text
+    arms = {x.name: x.rate for x in self._study.arms}
+    for rate in self._study.rates:
+      if rate.name == arms.get(name):
+        losses = self._collected.rates.get(rate.name)
+        edge = ' (edge)' * bool(losses and _chosen(losses)[1])
+        return edge + f', that of {rate.arm}' * (rate.arm != name)
+    return ''
 
   def _link(self, run: Run) -> str:
     text = 'run' if run.seed is None else str(run.seed)
@@ -580,31 +579,21 @@ def _label(metric: str) -> str:
   return metric.replace('_', '-').replace('/', ' ')
 
 
-def _best_rate(losses: Mapping[str, float]) -> str:
+def _chosen(losses: Mapping[str, float]) -> tuple[str, tuple[str, str] | None]:
+  """Returns the best rate and, for an edge, its name and what is beyond it."""
   finite = {k: x for k, x in losses.items() if x and math.isfinite(x)}
-  return min(finite, key=finite.get)
-
-
-def _edge(losses: Mapping[str, float]) -> tuple[str, str] | None:
-  """Returns names of the edge that the best rate is at, and of what is beyond.
-
-  Returns None for a best rate between others.
-  """
-  tried = sorted(losses, key=float)
-  if len(tried) < 2:
-    return None
+  best, tried = min(finite, key=finite.get), sorted(losses, key=float)
   edges = {tried[0]: ('smallest', 'smaller'), tried[-1]: ('largest', 'larger')}
-  return edges.get(_best_rate(losses))
+  return best, edges.get(best) if len(tried) > 1 else None
 
 
 def _rate(name: str, losses: Mapping[str, float]) -> str:
-  best = _best_rate(losses)
+  best, edge = _chosen(losses)
   listed = ', '.join(f'{k}: {numbers.loss(x)}' for k, x in losses.items())
   text = (
     f'{name}: the best learning rate is {best} (losses on development rows:'
     f' {listed})'
   )
-  if edge := _edge(losses):
-    edge, beyond = edge
-    text += f', the {edge} tried: a {beyond} one may be better'
+  if edge:
+    text += f', the {edge[0]} tried: a {edge[1]} one may be better'
   return f'{text}.'

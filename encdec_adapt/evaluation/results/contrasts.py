@@ -83,20 +83,12 @@ def sums(
 
 
 def check_length(title: str, length: int, limit: int) -> None:
-  """Rejects rows that are longer than the rows a model was trained on.
-
-  Args:
-    title: the study and the stage, for the error.
-    length: longest stack input of the rows, in tokens.
-    limit: longest stack input that the model or an ancestor was trained on; 0
-      if unknown.
-  """
+  """Rejects rows with a stack input longer than in training (0: unknown)."""
   if 0 < limit < length:
     raise errors.UserError(
       f'{title} has rows with a stack input of {length} tokens, and its model'
-      f' was trained on at most {limit}: its loss there tells of positions, not'
-      ' of the task. Shorten the rows (config.data.encoder_length and'
-      ' decoder_length), or train the model on rows as long.'
+      f' was trained on at most {limit}; shorten the rows (config.data.*_length'
+      ' or --retrieval_lengths), or train the model on rows as long.'
     )
 
 
