@@ -171,7 +171,7 @@ def _report(
         of_page = stage_states.States(page, stages.resolve(page))
         _report(page, of_page, flags_of)
     folders = {name: page.folder for name, (page, _) in found.items()}
-    claim_tables.write_readme(study.readme, folders)
+    claim_tables.write_readme(study.readme, folders, study.picture)
     print(f'wrote {study.readme}')
 
 

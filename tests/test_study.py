@@ -251,7 +251,7 @@ def test_the_report_of_all_pages_writes_the_table_of_claims(
   (tmp_path / 'all.py').write_text(_ALL)
   (tmp_path / 'README.md').write_text('<!-- claims --><!-- end of claims -->')
   (tmp_path / 'results.json').write_text(
-    json.dumps({'page0': {'rows': [{'verdict': 'y'}], 'effects': []}})
+    json.dumps({'page0': [{'verdict': 'y'}]})
   )
   assert tiny.call(study, '--study=all.py', '--report') == 0
   lines = (tmp_path / 'README.md').read_text().splitlines()

@@ -67,6 +67,7 @@ def get_study(arg=None):
     (),
     commands=tuple(commands),
     readme=configs.path('studies/README.md') if is_cpu else '',
+    picture=PICTURE,
   )
 
 

@@ -244,9 +244,7 @@ def result(collected: Collected, claim: pages.Claim) -> Result:
     if all(run and reported(run, metric, evaluation) for run in runs)
   ]
   note = verdict = ''
-  if claim.withdrawn:
-    complete, note = [], f'withdrawn: {claim.withdrawn}'
-  elif len(complete) < planned:
+  if len(complete) < planned:
     note = f'{len(complete)} of {planned} seeds are there'
   arms = [*zip(*complete, strict=True)]
   if arms:

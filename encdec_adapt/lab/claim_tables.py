@@ -29,6 +29,7 @@ FIGURE = 'verdicts.png'
 # Rows of the table and contents of the figure of studies not run again, and
 # what is added to their verdicts.
 RESULTS, BEFORE = 'results.json', 'by the rule of before'
+_NONE: Mapping[str, Any] = {'effects': ()}
 
 
 def row(result: claim_results.Result) -> dict[str, str]:
@@ -60,18 +61,21 @@ def markdown(rows: Sequence[Mapping[str, str]]) -> str:
 
 
 def write_readme(
-  path: str | os.PathLike[str], folders: Mapping[str, str | os.PathLike[str]]
+  path: str | os.PathLike[str],
+  folders: Mapping[str, str | os.PathLike[str]],
+  picture: Mapping[str, Sequence[tuple[str, tuple[str, ...]]]],
 ) -> None:
   """Writes the table of all studies' claims into a README.
 
   Studies without a report keep their lines of `RESULTS`, beside the README,
   which loses those of the others; studies never run, or without claims, are
-  listed below the table. `FIGURE` shows the claims with a verdict, strongest
-  first.
+  listed below the table. `FIGURE` shows the claims of the picture, once their
+  pages have reports.
 
   Args:
     path: file with the lines `BEGIN` and `END` around the table.
     folders: folders of studies by name, in the order of the table.
+    picture: see `pages.Study.picture`.
 
   Raises:
     UserError: the file has no such lines.
@@ -97,9 +101,9 @@ def write_readme(
     elif name in earlier:
       rows = [
         cells | {'verdict': f'{cells["verdict"]} ({BEFORE})'}
-        for cells in earlier[name]['rows']
+        for cells in earlier[name]
       ]
-      found[name] = {'rows': rows, 'effects': earlier[name]['effects']}
+      found[name] = {'rows': rows, 'effects': []}
   silent = [name for name, result in found.items() if not result['rows']]
   missing = [name for name in folders if name not in found]
   note = ''.join(
@@ -111,13 +115,13 @@ def write_readme(
   paths.write(file, f'{head}{BEGIN}\n{table}{note}{END}{tail}'.encode())
   atomic.write_json(kept, earlier)
   effects = [
-    (f'{name}: {sentence}', verdict, *numbers)
-    for name, result in found.items()
-    for sentence, verdict, *numbers in result['effects']
-    if verdict != claim_results.NO_VERDICT
+    (f'{paper.partition(" (")[0]}: {sentence}', verdict, *numbers)
+    for paper, claims in picture.items()
+    for name, contrast in claims
+    for sentence, arms, verdict, *numbers in found.get(name, _NONE)['effects']
+    if tuple(arms) == contrast and verdict != claim_results.NO_VERDICT
   ]
   if effects:
-    effects.sort(key=lambda row: -abs(row[2]))
     report_figures.draw_claims(effects, path=pathlib.Path(path).parent / FIGURE)
 
 
@@ -127,6 +131,9 @@ def _readme_row(
   setting = f'{report["study"]}, {report["size"]}; {cells["contrast"]}'
   for unit in ('seeds', 'groups'):
     setting += f'; {cells[unit]} {unit}' if cells[unit] else ''
+  smallest, _, _ = cells['smallest that matters'].partition(':')
+  setting += f'; claimed {cells["claimed"]}, m = {smallest}'
+  setting += f', level {cells["level"]}' if cells['level'] else ''
   interval = f' ({cells["interval"]})' if cells['interval'] else ''
   return {
     **{name: cells[name] for name in ('claim', 'source', 'their numbers')},

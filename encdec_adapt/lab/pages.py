@@ -59,8 +59,6 @@ class Claim:
     reason: why a smaller difference does not matter.
     primary: whether the claim gets a verdict; at most 5 per study.
     paired: whether arms with equal seeds must read equal rows.
-    withdrawn: why reports show no effect and no verdict until the page is
-      repaired; '' for valid claims.
   """
 
   sentence: str
@@ -73,7 +71,6 @@ class Claim:
   reason: str
   primary: bool = False
   paired: bool = False
-  withdrawn: str = ''
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,6 +199,8 @@ class Study:
       measured on this machine; '' for none.
     readme: README into which the report of a study of studies writes the table
       of all claims; '' for none.
+    picture: claims of the figure beside that table: paper -> page and contrast
+      of a primary claim.
     best_of: maps a name in the report to arms; the report shows the arm with
       the lowest held-out loss under this name.
     samples: commands with continuations for the report, in samples.jsonl in
@@ -227,6 +226,7 @@ class Study:
   platform: str = ''
   topology: str = ''
   readme: str = ''
+  picture: Mapping[str, Sequence[tuple[str, tuple[str, ...]]]] = _mapping()
   best_of: Mapping[str, tuple[str, ...]] = _mapping()
   samples: tuple[str, ...] = ()
   note: str = ''

@@ -83,8 +83,7 @@ def resolve(study: pages.Study) -> dict[str, Stage]:
   Raises:
     UserError: a configuration is invalid, arms read each other, a name has no
       stage with the seed, rows are longer than those that their model was
-      trained on, arms of a paired claim read different rows, or a claim of
-      tokens to a loss has a schedule that decays to the last step.
+      trained on, or arms of a paired claim read different rows.
   """
   resolver = _Resolver(study)
   # Start with the first seed of every arm: an early report has all arms.

@@ -81,7 +81,7 @@ def write(collected: Collected, root: str | os.PathLike[str]) -> list[str]:
       'summary': page.summary,
       'claims': rows,
       'effects': [
-        (x.claim.sentence, *x.drawn)
+        (x.claim.sentence, x.claim.contrast, *x.drawn)
         for x in page.results
         if x.effect is not None
       ],

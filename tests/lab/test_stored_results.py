@@ -202,8 +202,8 @@ def test_a_study_without_its_runs_has_the_same_report(
   monkeypatch.setattr(study, 'run_stage', run_stage)
   again = report()
   assert again['claims'] == trained['claims'] and trained['claims']
-  ((_, verdict, *effect),) = trained['effects']
-  assert again['effects'] == [['Tuned is ahead.', verdict, *map(_near, effect)]]
+  ((*names, verdict, x, low, high),) = trained['effects']
+  assert again['effects'] == [[*names, verdict, *map(_near, (x, low, high))]]
   assert again['summary'] == trained['summary']
   assert again['seconds'] == pytest.approx(trained['seconds'])
   *findings, note = again['findings']

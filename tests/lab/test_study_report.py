@@ -414,8 +414,7 @@ def test_nothing_is_finished(tmp_path):
 
 
 def test_the_table_of_all_claims(tmp_path, monkeypatch):
-  withdrawn = dataclasses.replace(CLAIMS[0], withdrawn='rows are too long')
-  content = _collected(_study(claims=(*CLAIMS, withdrawn)))
+  content = _collected(_study())
   study_report.write(content, tmp_path / 'a')
   study_report.write(_collected(_study(claims=())), tmp_path / 'c')
   names = {'adaptation': 'a', 'wang': 'b', 'meap': 'b', 'correlation': 'c'}
@@ -424,16 +423,14 @@ def test_the_table_of_all_claims(tmp_path, monkeypatch):
   readme.write_text(
     '# Studies\n<!-- claims -->\nold\n<!-- end of claims -->\n.'
   )
-  earlier = {'claim': 'It is so.', 'verdict': 'undecided'}
-  earlier = {
-    'rows': [earlier],
-    'effects': [['It is so.', 'undecided', 1, 0, 2]],
-  }
+  earlier = [{'claim': 'It is so.', 'verdict': 'undecided'}]
+  arms = 'scratch', 'adapted'
+  picture = {'A paper (x)': (('adaptation', arms), ('wang', arms))}
   kept, figure = tmp_path / claim_tables.RESULTS, tmp_path / 'verdicts.png'
   kept.write_text(json.dumps({'adaptation': earlier, 'wang': earlier}))
   for _ in range(2):  # The same again.
     figure.unlink(missing_ok=True)
-    claim_tables.write_readme(readme, folders)
+    claim_tables.write_readme(readme, folders, picture)
     text = readme.read_text()
     end = 'correlation.\n\nNot run: meap.\n<!-- end of claims -->\n.'
     assert text.endswith(f'|\n\nWithout claims: {end}')
@@ -442,24 +439,26 @@ def test_the_table_of_all_claims(tmp_path, monkeypatch):
     assert json.loads(kept.read_text()) == {'wang': earlier}
     assert figure.read_bytes().startswith(b'\x89PNG')
   first = text.splitlines()[4]
+  assert '; claimed less, m = 0.02, level 98.33 % | -0.5' in first
   start = (
     '| adapted is ahead. | a Fig. 2 | +2.6 | adaptation, cpu; held_out/loss:'
   )
-  start += ' adapted - scratch; 3 seeds; 40 groups | -0.500 (-0.5'
+  start += ' adapted - scratch; 3 seeds; 40 groups; claimed less'
   assert first.startswith(start)
   end = '| reproduced at 2.35 M parameters |'
   end += ' `python -m encdec_adapt.study --study=x` | 2.0 |'
   assert first.endswith(end)
-  assert '|  | withdrawn: rows are too long | `python' in text
-  drawn = []  # All other claims with a verdict.
-  draw = lambda rows, path: drawn.extend(row[1] for row in rows)  # noqa: E731
+  drawn = []  # Of the picture, those with a verdict.
+  draw = lambda rows, path: drawn.extend(row[:2] for row in rows)  # noqa: E731
   monkeypatch.setattr(claim_tables.report_figures, 'draw_claims', draw)
-  claim_tables.write_readme(readme, folders)
-  names = ['no difference', 'reproduced', 'reproduced', 'undecided']
-  assert sorted(drawn) == names
+  claim_tables.write_readme(readme, folders, picture)
+  assert drawn == [
+    ('A paper: adapted is ahead.', 'reproduced'),
+    ('A paper: adapted is ahead.', 'no difference'),
+  ]
   readme.write_text('# Studies')
   with pytest.raises(errors.UserError, match='has no lines <!-- claims -->'):
-    claim_tables.write_readme(readme, folders)
+    claim_tables.write_readme(readme, folders, picture)
 
 
 def test_models_name_the_edge_and_the_arm_of_their_learning_rate(tmp_path):
