@@ -54,7 +54,10 @@ define_flags = command.define(
     ' each GPU, or for two cores.',
     lower_bound=1,
   ),
-  command.string('stage', 'Run this stage alone, again if it has failed.'),
+  command.string(
+    'stage',
+    'Run this stage alone, again if it has failed, or has stored results only.',
+  ),
   command.boolean('list', 'Print the stages and what they read; stop.'),
   command.boolean('json', 'With --list: print JSON.'),
   command.boolean('plan', 'Print what the study will take; stop.'),
@@ -77,7 +80,9 @@ def main(values: flags.FlagValues) -> int:
   command.require(values, 'study')
   study = _load(values)
   resolved = stages.resolve(study)
-  states = stage_states.States(study, resolved, shared=not values.fresh)
+  states = stage_states.States(
+    study, resolved, shared=not values.fresh, needed=values.stage or ''
+  )
   if values.list:
     print(_listing(states, _cores(states, values), values.json))
     return 0
@@ -195,10 +200,10 @@ def load(spec: str) -> pages.Study:
       raise errors.UserError(f'--study={spec}: {path} has no get_study(arg).')
     page = module.get_study(arg or None)
     # Results travel with a checkout; other pages may set a file.
-    folder = pathlib.Path('configs', 'studies')
-    if page.arms and page.size == 'cpu' and pathlib.Path(path).parent == folder:
-      file = str(folder / 'results' / f'{page.name}.csv')
-      return dataclasses.replace(page, results=file)
+    is_shipped = pathlib.Path(path).parent == pathlib.Path('configs/studies')
+    if page.arms and page.size == 'cpu' and is_shipped:
+      file = f'configs/studies/results/{page.name}.csv'
+      page = dataclasses.replace(page, results=file)
     return page
   except errors.UserError:
     raise

@@ -86,7 +86,6 @@ class States:
   """The stages of a study and their folders.
 
   Attributes:
-    study: the study.
     root: folder of the study.
     stages: the stages by name.
     stored: stored results of stages that have no folder, by name.
@@ -98,6 +97,7 @@ class States:
     study: pages.Study,
     resolved: Mapping[str, stages.Stage],
     shared: bool = True,
+    needed: str = '',
   ):
     """Stores the stages.
 
@@ -106,6 +106,7 @@ class States:
       resolved: its stages by name.
       shared: whether to read stored results, and stages finished by other
         studies.
+      needed: a stage that has to have its folder; '' for none.
 
     Raises:
       UserError: the folder has stages of a study of an earlier version, or of
@@ -120,7 +121,7 @@ class States:
         ' which identified them by the text of the page. Give --root another'
         ' folder, or remove this one.'
       )
-    self.study, self._name = study, self.root / 'stages' / _STUDY
+    self._study, self._name = study, self.root / 'stages' / _STUDY
     for file in (self._name, self.root / html_report.JSON):
       name = atomic.read_json(file)['study'] if file.exists() else study.name
       if name != study.name:
@@ -133,10 +134,11 @@ class States:
     self.terms = claims or started.get('claims', study.terms)
     self.stored: dict[str, stored_results.Stored] = {}
     if shared and results:
-      self._find_stored(results)
+      self._find_stored(results, {needed})
 
-  def _find_stored(self, results: Mapping[str, stored_results.Stored]) -> None:
-    read = set()
+  def _find_stored(
+    self, results: Mapping[str, stored_results.Stored], read: set[str]
+  ) -> None:
     for stage in reversed(self.stages.values()):  # Readers first.
       if self.status(stage) != FINISHED:
         if stage.identity in results and stage.name not in read:
@@ -211,7 +213,7 @@ class States:
     """
     folder = self._state_folder(self.root, self._folder_name(stage))
     if not self._name.exists():
-      content = {'study': self.study.name, 'claims': self.terms}
+      content = {'study': self._study.name, 'claims': self.terms}
       atomic.write_json(self._name, content)
     with lock.hold(folder):
       state = self.state(stage) or State(stage.name, stage.identity)

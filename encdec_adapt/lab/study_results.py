@@ -136,35 +136,24 @@ def store(content: collected.Collected, states: stage_states.States) -> None:
   runs = {(run.model, run.seed): run for run in content.runs}
   (_, earlier), results = stored_results.find(study.results), {}
   for name, stage in states.stages.items():
-    is_finished = states.status(stage) == stage_states.FINISHED
-    if is_finished and name not in states.stored:
-      run = runs.get((stage.model, stage.seed))
-      results[name] = _stored(states, stage, run)
-      _check_unchanged(states, stage, results[name], earlier)
-    elif stage.identity in earlier:
-      results[name] = earlier[stage.identity]
+    before = earlier.get(stage.identity)
+    if name in states.stored or states.status(stage) != stage_states.FINISHED:
+      results |= {name: before} if before else {}
+      continue
+    run = runs.get((stage.model, stage.seed))
+    results[name] = new = _stored(states, stage, run)
+    # A stage that ran again has another time; machines round differently.
+    if before and before.facts['state'] == new.facts['state']:
+      values = [[f'{x.value:.9g}' for x in y.scores] for y in (before, new)]
+      if values[0] != values[1]:
+        folder = states.folder(stage)
+        raise errors.UserError(
+          f'{folder} has other results of stage {name} than {study.results} of'
+          f' study {study.name}: they were edited. Remove'
+          f' {folder.parent / "stages" / folder.name}, to use the stored ones.'
+        )
   facts = {'study': study.name, 'claims': states.terms}
   stored_results.write(study.results, facts, results)
-
-
-def _check_unchanged(
-  states: stage_states.States,
-  stage: stages.Stage,
-  result: stored_results.Stored,
-  earlier: Mapping[str, stored_results.Stored],
-) -> None:
-  before = earlier.get(stage.identity)
-  # A stage that ran again has another time.
-  if before and before.facts['state'] == result.facts['state']:
-    # Other machines may sum in another order.
-    values = [[f'{x.value:.9g}' for x in y.scores] for y in (before, result)]
-    if values[0] != values[1]:
-      study, folder = states.study, states.folder(stage)
-      raise errors.UserError(
-        f'{folder} has other results of stage {stage.name} than'
-        f' {study.results} of study {study.name}: they were edited. Remove'
-        f' {folder.parent / "stages" / folder.name}, to use the stored ones.'
-      )
 
 
 def _stored(

