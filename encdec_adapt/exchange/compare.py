@@ -261,8 +261,13 @@ def _compare_texts(
   if not opened or not folder.vocabularies:
     return 'no tokenizer: logits alone were compared'
   reader, writer = opened.sides[ours.prompt_side], opened.decoder
-  tokenizer = transformers.AutoTokenizer.from_pretrained(folder.path)
-  is_unigram = type(tokenizer.backend_tokenizer.model).__name__ == 'Unigram'
+  # Else transformers asks for the code that is in a folder of our own layout.
+  tokenizer = transformers.AutoTokenizer.from_pretrained(
+    folder.path, trust_remote_code=False
+  )
+  # ByT5's tokenizer has no backend.
+  backend = getattr(tokenizer, 'backend_tokenizer', None)
+  is_unigram = backend and type(backend.model).__name__ == 'Unigram'
   prompt, rows = [], []  # Verb, text, our ids, transformers' ids.
   for text in ('', *tokenizer_writer.TEXTS):
     prompt = reader.encode(text).tolist()

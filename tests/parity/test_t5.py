@@ -58,6 +58,16 @@ def test_copies_and_ignored_tensors_are_named(saved, tmp_path):
   test_folders.assert_comes_back(tmp_path / 'model', tmp_path / 'again')
 
 
+def test_byt5_is_verified_with_transformers(tmp_path, capsys):
+  fields = tiny_models.T5 | {'vocab_size': 384}
+  settings = transformers.T5Config(**fields)
+  theirs = tiny_models.make(tiny_models.CASES['t5'], settings=settings)
+  theirs.save_pretrained(tmp_path)
+  transformers.ByT5Tokenizer().save_pretrained(tmp_path)
+  assert tiny.convert('verify', *[tmp_path] * 2, '--with=transformers') == 0
+  assert 'lists of ids of texts are equal' in capsys.readouterr().out
+
+
 @pytest.mark.long
 @pytest.mark.parametrize('size', presets.T5)
 def test_counts_of_the_classes(size):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import encdec_adapt
+from encdec_adapt import configs
 from encdec_adapt.base import errors
 from encdec_adapt.huggingface import config_json, export
 from encdec_adapt.models import model_config, parameters
@@ -147,3 +148,13 @@ def test_experts_are_exported_without_the_code(tmp_path):
   assert not list(tmp_path.glob('exported/*.py'))
   with pytest.raises(errors.UserError, match='no experts, and the decoder has'):
     tiny.convert('verify', *[tmp_path / 'exported'] * 2, '--with=transformers')
+
+
+def test_verification_does_not_ask_whether_to_run_code(tmp_path, monkeypatch):
+  pair, folder = tmp_path / 'pair', tmp_path / 'exported'
+  encoder = configs.path('decoders/small')
+  encdec_adapt.adapt_checkpoint(encoder, pair)
+  flags = f'--checkpoint={pair}', f'--output={folder}', '--layout=encdec_adapt'
+  assert tiny.convert('export', *flags) == 0
+  monkeypatch.setattr('builtins.input', pytest.fail)
+  assert tiny.convert('verify', pair, folder, '--with=transformers') == 0
