@@ -90,11 +90,11 @@ def train_vocabulary(
       **ids,
     )
   except RuntimeError as error:
-    # Earlier lines quote the library's source and condition.
-    reason = str(error).strip().splitlines()[-1]
+    # What precedes quotes the library's source and condition.
+    reason = str(error).strip().rpartition('] ')[2]
     raise errors.UserError(
       f'vocabulary size {size} does not suit the text ({len(lines)} lines):'
-      f' {reason}. Choose another size, of at least 512, or give more text'
+      f' {reason} Choose another size, or give more text'
     ) from None
   with disk.writing(path):
     paths.write(path, model.getvalue())
