@@ -164,9 +164,9 @@ class Source(abc.ABC):
         empty = False
         yield Document(document_id, text)
     if empty:
+      cap = f' within max_bytes={self.max_bytes}' if self.max_bytes else ''
       raise errors.UserError(
-        f'source {self.name!r} has no text within max_bytes={self.max_bytes};'
-        ' check its files, the field and the cap'
+        f'source {self.name!r} has no text{cap}; check its files and the field'
       )
 
   def plain(self, document: Document) -> Document:

@@ -14,5 +14,5 @@ def test_sources_without_text_are_refused(tmp_path):
     text_sources.open_source(f'text:{tmp_path}/absent*')
   for name in 'ab':
     (tmp_path / name).write_text('')
-  with pytest.raises(errors.UserError, match='has no text'):
+  with pytest.raises(errors.UserError, match='has no text;'):
     list(text_sources.open_source(f'text:{tmp_path}/*').documents())
