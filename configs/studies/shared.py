@@ -126,7 +126,7 @@ class Size:
 
   @property
   def large(self) -> bool:
-    """Whether the page has the arms beyond the first seven."""
+    """Whether pages have the arms that are left out at cpu."""
     return self.name in ('gpu', 'pod')
 
   @property

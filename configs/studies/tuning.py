@@ -8,7 +8,8 @@ it, and the pair from scratch with the decoder as teacher; the adapted pair also
 without dropout, and on a mixture with prompts about packages of Python's text.
 Gains are of the loss of held-out answers, before and after. The floors are the
 losses of tuned models without the table, and with the row that is asked for
-alone: who finds the row is far above the first, and near the second.
+alone: a model that finds the row has a loss far below the first, and near the
+second.
 
 Not controlled: a pair has had adaptation beyond the decoder's training, and has
 twice its layers (see `adaptation` for both). At cpu the pair from scratch reads

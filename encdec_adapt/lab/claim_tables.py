@@ -26,8 +26,8 @@ COLUMNS += ('task', 'metric', 'value')
 # Lines of a README around the table of all claims.
 BEGIN, END = '<!-- claims -->', '<!-- end of claims -->'
 FIGURE = 'verdicts.png'
-# Rows of the table and contents of the figure of studies not run again, and
-# what is added to their verdicts.
+# Rows of the table of studies not run again, and what is added to their
+# verdicts; the figure leaves these studies out.
 RESULTS, BEFORE = 'results.json', 'by the rule of before'
 _NONE: Mapping[str, Any] = {'effects': ()}
 

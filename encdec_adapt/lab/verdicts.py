@@ -9,9 +9,9 @@ and [l, u] its interval:
 | equality     | -m < l and u < m  | l >= m or u <= -m |                  |
 | "no better"  | u < m             | l > 0 and x >= m  |                  |
 
-A difference with l > 0 and x < m is "positive, size open", with u < 0 and
-x > -m "negative, size open". All else is undecided. Where the true effect is m,
-at most half of the studies reproduce a difference.
+Any other difference with l > 0 is "positive, size open", with u < 0 "negative,
+size open". All else is undecided. Where the true effect is m, at most half of
+the studies reproduce a difference.
 
 From the package, this module imports only `crossed_intervals` and `variances`.
 """
