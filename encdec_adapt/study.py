@@ -42,6 +42,8 @@ from encdec_adapt.lab import (
 )
 from encdec_adapt.telemetry import compute_cost, environment
 
+_SHIPPED = (configs.FOLDER / 'studies').resolve()
+
 define_flags = command.define(
   command.string(
     'study',
@@ -200,9 +202,10 @@ def load(spec: str) -> pages.Study:
       raise errors.UserError(f'--study={spec}: {path} has no get_study(arg).')
     page = module.get_study(arg or None)
     # Results travel with a checkout; other pages may set a file.
-    is_shipped = pathlib.Path(path).parent == pathlib.Path('configs/studies')
-    if page.arms and page.size == 'cpu' and is_shipped:
-      file = f'configs/studies/results/{page.name}.csv'
+    is_shipped = pathlib.Path(path).resolve().parent == _SHIPPED
+    # The table of a page is made by a command, whose files are not stored.
+    if page.arms and page.size == 'cpu' and is_shipped and not page.table:
+      file = configs.path(f'studies/results/{page.name}.csv')
       page = dataclasses.replace(page, results=file)
     return page
   except errors.UserError:
@@ -240,6 +243,8 @@ def _run(
   else:
     status = workers.work(study, states, run)
   if status in stage_states.STOPPED:
+    if study.results:  # Of this sitting.
+      study_results.store(study_results.collect(study, states, ''), states)
     return status
   _report(study, states, values)
   failed = [x.name for x in states.stages.values() if states.failed(x)]

@@ -61,7 +61,12 @@ def get_study(arg=None):
       shared.measured('masks', 'next_token', read, **ATTENTION),
       shared.measured('answers', 'tuned', tuned),
       pages.Evaluation(
-        'needles', (*found, '--limit=40'), (NEEDLE,), models=models, seconds=60
+        'needles',
+        (*found, '--limit=40'),
+        (NEEDLE,),
+        models=models,
+        seconds=60,
+        floors={NEEDLE: 0.25},  # Of four needles.
       ),
     ),
     claims=CLAIMS + SWEEP * (size.name == 'gpu'),

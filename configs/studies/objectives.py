@@ -57,7 +57,13 @@ def get_study(arg=None):
     evaluations=(
       shared.measured('text', 'prefix', arms, 'merged', 'base'),
       shared.measured('answers', 'prefix_tuned', tuned),
-      shared.measured('labels', 'prefix_labels', labelled, metrics=metrics),
+      shared.measured(
+        'labels',
+        'prefix_labels',
+        labelled,
+        metrics=metrics,
+        floors=shared.FLOORS,
+      ),
     ),
     claims=CLAIMS,
     note=shared.note(__doc__),

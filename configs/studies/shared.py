@@ -57,6 +57,11 @@ TUNED = {
   'smallest': 0.1,
   'reason': 'a fifth of the loss of a tuned pair in a first run, 0.54 nats',
 }
+# Floors of evaluations with other metrics than the loss.
+FLOORS = {
+  pages.LOSS: 'held_out/loss_shuffled_prefix',
+  'held_out/accuracy': 'held_out/majority',
+}
 # Source of a claim that no paper makes.
 OURS = 'a question of ours'
 # Of the decoders that models are made of, by size: a decoder's name and shape.

@@ -49,7 +49,13 @@ def get_study(arg=None):
     (*arms.values(), *labelled),
     (),
     evaluations=(
-      shared.measured('labels', 'masked_labels', labelled, metrics=METRICS),
+      shared.measured(
+        'labels',
+        'masked_labels',
+        labelled,
+        metrics=METRICS,
+        floors=shared.FLOORS,
+      ),
       shared.measured('text', 'causal', causal),
     ),
     claims=_claims(size),

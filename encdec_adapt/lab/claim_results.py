@@ -173,7 +173,8 @@ def power(
     architectures: architecture of trained models, by name.
 
   Returns:
-    None with a single seed, or without variances of other studies.
+    None with a single seed, of a value of one arm, or without variances of
+    other studies.
   """
   seeds, evaluation = study.planned_seeds(claim), study.evaluation_for(claim)
   page, name = study.origin(evaluation)
@@ -184,7 +185,7 @@ def power(
     page,
     len(claim.contrast),
   )
-  if planned is None or seeds < 2:
+  if planned is None or seeds < 2 or len(claim.contrast) < 2:
     return None
   layout = planned, seeds, planned.groups, level(claim, study)
   return Power(
@@ -280,9 +281,13 @@ def result(collected: Collected, claim: pages.Claim) -> Result:
         verdict = verdicts.NOT_LEARNED
         note = f'ahead of the floor by at most {max(leads):.3g}'
       else:
-        kinds = {x[0].model: x[0].values.get('model.kind') for x in arms}
-        if (found := power(claim, study, kinds)) and found.is_low:
-          note = 'low power'
+        trained = [x[0] for x in arms if 'made_by' not in x[0].summary]
+        kinds = {x.model: x.values.get('model.kind') for x in trained}
+        found = power(claim, study, kinds)
+        notes = ['low power'] if found and found.is_low else []
+        if set(leads) == {None}:
+          notes.append('no floor')
+        note = ', '.join(notes)
   return Result(claim, confidence, **{'note': note, **effect}, verdict=verdict)
 
 
@@ -303,11 +308,13 @@ def lead(
   floor = evaluation.floors.get(metric)
   arms = [[reported(run, metric, evaluation) for run in runs]]
   if isinstance(floor, str):
-    others = [reported(run, floor, evaluation) for run in runs]
+    others = [run.score(floor, evaluation) for run in runs]
     if None in others:
       return None
     floor = others[0].value
     if others[0].scores:  # On the same examples.
+      name = evaluation.floors[metric]
+      others = [reported(run, name, evaluation) for run in runs]
       arms, floor = [others, *arms], 0.0
   if floor is None:
     return None

@@ -67,8 +67,9 @@ def write_readme(
 ) -> None:
   """Writes the table of all studies' claims into a README.
 
-  Studies without a report keep their lines of `RESULTS`, beside the README,
-  which loses those of the others; studies never run, or without claims, are
+  Studies without a report in which every claim has an effect keep their lines
+  of `RESULTS`, beside the README, which loses those of the others; studies
+  never run, or without claims, are
   listed below the table. `FIGURE` shows the claims of the picture, once their
   pages have reports.
 
@@ -93,8 +94,12 @@ def write_readme(
   found = {}
   for name, folder in folders.items():
     file_of_report = paths.at(folder) / html_report.JSON
+    report = None
     if file_of_report.exists():
       report = atomic.read_json(file_of_report)
+      # Reports of earlier versions do not say what was claimed.
+      complete = [x.get('claimed') and x['effect'] for x in report['claims']]
+    if report and (all(complete) or name not in earlier):
       rows = [_readme_row(report, cells) for cells in report['claims']]
       found[name] = {'rows': rows, 'effects': report['effects']}
       earlier.pop(name, None)

@@ -286,7 +286,7 @@ class Study:
     """What each claim says, by sentence; recorded at the first start."""
     return {
       x.sentence: f'{x.direction} by {x.smallest}{", primary" * x.primary}:'
-      f' {x.metric} of {", ".join(x.contrast)}'
+      f' {x.metric} of {", ".join(x.contrast)}, {self.planned_seeds(x)} seeds'
       for x in self.claims
     }
 

@@ -129,9 +129,9 @@ class States:
           f'{self.root} has the results of the study {name}, and this is'
           f' {study.name}; give --root another folder.'
         )
-    started = atomic.read_json(self._name) if self._name.exists() else {}
+    self._started = atomic.read_json(self._name) if self._name.exists() else {}
     claims, results = stored_results.find(study.results)
-    self.terms = claims or started.get('claims', study.terms)
+    self.terms = claims or self._started.get('claims', study.terms)
     self.stored: dict[str, stored_results.Stored] = {}
     if shared and results:
       self._find_stored(results, {needed})
@@ -212,9 +212,9 @@ class States:
       InUseError: another worker runs the stage.
     """
     folder = self._state_folder(self.root, self._folder_name(stage))
-    if not self._name.exists():
-      content = {'study': self._study.name, 'claims': self.terms}
-      atomic.write_json(self._name, content)
+    if 'claims' not in self._started:
+      self._started = {'study': self._study.name, 'claims': self.terms}
+      atomic.write_json(self._name, self._started)
     with lock.hold(folder):
       state = self.state(stage) or State(stage.name, stage.identity)
       if state.status == FINISHED or (state.status == FAILED and not again):

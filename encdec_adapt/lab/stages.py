@@ -230,6 +230,8 @@ class _Resolver:
       _imported(arguments),
       [self.stages[x].longest for x in reads],
     )
+    if source:  # Another model may be in the folder later.
+      content['source'] = source
     return Stage(
       name,
       item.module,

@@ -144,7 +144,10 @@ def store(content: collected.Collected, states: stage_states.States) -> None:
     results[name] = new = _stored(states, stage, run)
     # A stage that ran again has another time; machines round differently.
     if before and before.facts['state'] == new.facts['state']:
-      values = [[f'{x.value:.9g}' for x in y.scores] for y in (before, new)]
+      values = [
+        [(*x[:3], f'{float(x[3]):.9g}', x[4]) for x in y.rows]
+        for y in (before, new)
+      ]
       if values[0] != values[1]:
         folder = states.folder(stage)
         raise errors.UserError(
@@ -153,7 +156,8 @@ def store(content: collected.Collected, states: stage_states.States) -> None:
           f' {folder.parent / "stages" / folder.name}, to use the stored ones.'
         )
   facts = {'study': study.name, 'claims': states.terms}
-  stored_results.write(study.results, facts, results)
+  if results:
+    stored_results.write(study.results, facts, results)
 
 
 def _stored(

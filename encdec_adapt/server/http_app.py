@@ -160,8 +160,8 @@ class Service:
     room = thread.engine.rows + served.max_queue
     if count > room:
       bound = f'--batch_size {thread.engine.rows} + --max_queue'
-      message = f'prompt: {count} answers are asked for; at most {room} fit'
-      message += f' ({bound} {served.max_queue}); send fewer prompts at a time.'
+      message = f'{count} answers are asked for; at most {room} fit ({bound}'
+      message += f' {served.max_queue}); send fewer prompts, or a smaller n.'
       raise protocol.ApiError(400, message, 'prompt')
     # Count open requests, not the engine's load: the latest may still be in
     # its thread's queue.

@@ -80,6 +80,7 @@ class TokenizerJson(vocabulary.Vocabulary):
           or token['content'] in named.values()
         )
       specials = {t['content']: t['id'] for t in added if t['special']}
+      self._added = {t['id'] for t in added}
       edges = _edges(content)
       if isinstance(content['model']['vocab'], list):
         _rename_pieces(content, specials)
@@ -138,7 +139,7 @@ class TokenizerJson(vocabulary.Vocabulary):
   def _bytes_of(self, token):
     piece = self._piece(token)
     # Added tokens are not written by bytes.
-    if self._bytes.keys() >= {*piece}:
+    if token not in self._added and self._bytes.keys() >= {*piece}:
       return bytes(self._bytes[x] for x in piece)
     if byte := _BYTE.fullmatch(piece):
       return bytes.fromhex(byte[1])

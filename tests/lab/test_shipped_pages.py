@@ -142,6 +142,16 @@ def test_arms_of_primary_claims_choose_a_learning_rate(name, size):
       assert (middle / low, high / middle) == pytest.approx((3, 3))
 
 
+@pytest.mark.parametrize('name', NAMES)
+def test_a_claim_with_a_verdict_has_a_floor(name):
+  page = _page(name)
+  for claim in page.claims:
+    evaluation = page.evaluation_for(claim)
+    # Attention is compared with itself; nothing is learned for it.
+    if claim.primary and not claim.metric.startswith('attention/'):
+      assert claim.metric in evaluation.floors, claim.sentence
+
+
 def test_claims_of_the_picture_are_primary():
   rows = [x for claims in all_pages.PICTURE.values() for x in claims]
   assert len(rows) == len({*rows}) == 8

@@ -236,6 +236,19 @@ def test_a_claim_needs_an_arm_that_has_learned():
   assert verdicts_of(-0.5).endswith('ahead of the floor by at most 0')
 
 
+def test_the_most_frequent_label_is_a_floor():
+  study = _study()
+  (evaluation,) = study.evaluations
+  floors = {'tasks/acc': 'held_out/macro_f1'}  # Of all rows, .5.
+  changed = dataclasses.replace(evaluation, floors=floors)
+  *_, task = _results(
+    _collected(dataclasses.replace(study, evaluations=(changed,)))
+  )
+  assert task.outcome == (
+    'not learned at 2.35 M parameters: ahead of the floor by at most 0'
+  )
+
+
 def test_chance_is_a_floor():
   study = _study()
   (evaluation,) = study.evaluations
@@ -417,7 +430,7 @@ def test_the_table_of_all_claims(tmp_path, monkeypatch):
   content = _collected(_study())
   study_report.write(content, tmp_path / 'a')
   study_report.write(_collected(_study(claims=())), tmp_path / 'c')
-  names = {'adaptation': 'a', 'wang': 'b', 'meap': 'b', 'correlation': 'c'}
+  names = {'adaptation': 'a', 'wang': 'd', 'meap': 'b', 'correlation': 'c'}
   folders = {name: tmp_path / folder for name, folder in names.items()}
   readme = tmp_path / 'README.md'
   readme.write_text(
@@ -428,6 +441,8 @@ def test_the_table_of_all_claims(tmp_path, monkeypatch):
   picture = {'A paper (x)': (('adaptation', arms), ('wang', arms))}
   kept, figure = tmp_path / claim_tables.RESULTS, tmp_path / 'verdicts.png'
   kept.write_text(json.dumps({'adaptation': earlier, 'wang': earlier}))
+  # A sitting that has not come to its claims.
+  study_report.write(_collected(_study(), runs=[]), tmp_path / 'd')
   for _ in range(2):  # The same again.
     figure.unlink(missing_ok=True)
     claim_tables.write_readme(readme, folders, picture)

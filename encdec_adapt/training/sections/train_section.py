@@ -43,7 +43,8 @@ class TrainConfig:
     0,
     'First steps in which only cross-attention trains; the paper uses 1000'
     ' for unbalanced pairs and 0 for balanced ones. A tenth of'
-    ' config.train.steps if these are not more.',
+    ' config.train.steps if these are not more; of a job that ends with its'
+    ' records (steps=0) it is taken as it is.',
     at_least=0,
   )
   log_every: int = keys.key(10, 'Steps between printed lines.', at_least=1)
