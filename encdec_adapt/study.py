@@ -201,8 +201,9 @@ def load(spec: str) -> pages.Study:
     if not hasattr(module, 'get_study'):
       raise errors.UserError(f'--study={spec}: {path} has no get_study(arg).')
     page = module.get_study(arg or None)
-    # Results travel with a checkout; other pages may set a file.
+    # Results travel with a checkout.
     is_shipped = pathlib.Path(path).resolve().parent == _SHIPPED
+    is_shipped &= (_SHIPPED.parents[1] / 'pyproject.toml').exists()
     # The table of a page is made by a command, whose files are not stored.
     if page.arms and page.size == 'cpu' and is_shipped and not page.table:
       file = configs.path(f'studies/results/{page.name}.csv')

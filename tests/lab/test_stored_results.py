@@ -129,7 +129,7 @@ def test_results_of_shipped_pages_travel_with_a_checkout(monkeypatch):
   for spec in ('all:size=cpu', 'wang:size=smoke', 'quickstart'):
     assert not study.load(spec).results
   monkeypatch.chdir(tiny.ROOT / 'tests')
-  assert not study.load('wang:size=cpu').results
+  assert study.load('wang:size=cpu').results == str(tiny.ROOT / file)
 
 
 _PAGE = """

@@ -388,7 +388,7 @@ def test_write(tmp_path, bucket):
   assert [x['verdict'] for x in report['claims']] == [
     *['reproduced at 2.35 M parameters'] * 2,
     'not primary: no verdict',
-    'no difference at 2.35 M parameters',
+    'no difference at 2.35 M parameters: no floor',
   ]
   with open(tmp_path / 'numbers.csv') as file:
     rows = list(csv.DictReader(file))
