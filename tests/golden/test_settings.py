@@ -4,7 +4,8 @@
 
 rewrites the table after an intended change. An entry has digests of shapes and
 records, the learning rate and the steps at which something is due; entries of
-the saved runs (`jobs`) have the values of their losses on a batch, too.
+the saved runs (`jobs`) have the values of their losses on a batch, too, of each
+kind of CPU that gave others; a rewritten table has those of this one.
 """
 
 import dataclasses
@@ -265,10 +266,10 @@ def test_a_configuration_means_what_it_did(spec):
 @pytest.mark.parametrize('name', SAVED)
 def test_a_saved_run_means_what_it_did(name):
   settings, stored = read_saved(name), dict(table()[f'saved {name}'])
-  # CPUs sum in other orders, and then int8 rounds to other values.
-  rel = 2e-3 if 'int8' in name else 1e-4
-  numbers = pytest.approx(stored.pop('values'), rel=rel, abs=1e-6)
-  assert values(settings) == numbers
+  # CPUs sum in other orders: one set of values for each that was met.
+  assert values(settings) in [
+    pytest.approx(x, rel=1e-6, abs=1e-9) for x in stored.pop('values')
+  ]
   assert describe(settings) == stored
 
 
@@ -288,7 +289,7 @@ def main() -> None:
   entries = {x: describe(read_configuration(x)) for x in CONFIGURATIONS}
   for name in SAVED:
     settings = read_saved(name)
-    entry = describe(settings) | {'values': values(settings)}
+    entry = describe(settings) | {'values': [values(settings)]}
     entries[f'saved {name}'] = entry
   for name in STUDIES:
     entries[f'study {name}'] = describe_study(name)
