@@ -204,8 +204,7 @@ def load(spec: str) -> pages.Study:
     # Results travel with a checkout.
     is_shipped = pathlib.Path(path).resolve().parent == _SHIPPED
     is_shipped &= (_SHIPPED.parents[1] / 'pyproject.toml').exists()
-    # The table of a page is made by a command, whose files are not stored.
-    if page.arms and page.size == 'cpu' and is_shipped and not page.table:
+    if page.arms and page.size == 'cpu' and is_shipped:
       file = configs.path(f'studies/results/{page.name}.csv')
       page = dataclasses.replace(page, results=file)
     return page
@@ -319,30 +318,31 @@ def _choose_rate(
 ) -> tuple[int, float | None]:
   *arguments, workdir = arguments
   workdir = workdir.removeprefix('--workdir=')
-  waiting, extra, losses = list(rate.values), rate.extra, {}
+  waiting, extra, found = list(rate.values), rate.extra, {}
   while waiting:
     value = waiting.pop(0)
-    status, losses[value] = _loss_at(value, workdir, arguments)
+    status, found[value] = _tried(value, workdir, rate.metric, arguments)
     if status:
       return status, None
     if waiting:
       continue
-    finite = {x: loss for x, loss in losses.items() if math.isfinite(loss)}
-    if not finite:
-      raise errors.UserError(f'none of the rates {losses} has a finite loss.')
-    best = min(finite, key=finite.get)
+    best = rate.best(found)
+    if best is None:
+      raise errors.UserError(
+        f'none of the rates {found} has a finite {rate.metric}.'
+      )
     factor = rate.values[1] / rate.values[0] if len(rate.values) > 1 else 1.0
-    beyond = {min(losses): best / factor, max(losses): best * factor}.get(best)
+    beyond = {min(found): best / factor, max(found): best * factor}.get(best)
     if extra and beyond and factor > 1:
       waiting, extra = [beyond], extra - 1
-  summary = {'losses': {f'{x:g}': y for x, y in losses.items()}, 'rate': best}
+  summary = {'found': {f'{x:g}': y for x, y in found.items()}, 'rate': best}
   atomic.write_json(paths.at(workdir) / 'rates.json', summary)
-  print(f'the losses are {summary["losses"]}: the rate is {best:g}')
+  print(f'{rate.metric}: {summary["found"]}: the rate is {best:g}')
   return 0, best
 
 
-def _loss_at(
-  value: float, workdir: str, arguments: Sequence[str]
+def _tried(
+  value: float, workdir: str, metric: str, arguments: Sequence[str]
 ) -> tuple[int, float]:
   folder = paths.join(workdir, f'{value:g}')
   summary, status = paths.at(folder) / compute_cost.SUMMARY, 0
@@ -353,8 +353,8 @@ def _loss_at(
     except errors.DivergedError as error:
       print(f'at the rate {value:g}: {error}')
       return 0, math.nan
-  losses = {} if status else atomic.read_json(summary)
-  return status, losses.get('eval_loss', math.nan)
+  found = {} if status else atomic.read_json(summary)
+  return status, found.get(f'eval_{metric}', math.nan)
 
 
 def _listing(states: stage_states.States, cores: int, as_json: bool) -> str:

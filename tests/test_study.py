@@ -32,7 +32,8 @@ def _losses_by_rate(tmp_path, monkeypatch, losses, **fields):
     runs.append(rate)
     if losses[rate] is None:
       raise errors.DivergedError('10 updates in a row are not finite')
-    summary = json.dumps({'eval_loss': losses[rate]})
+    metric = fields.get('metric', 'loss')
+    summary = json.dumps({f'eval_{metric}': losses[rate]})
     folder = paths.at(values.workdir)
     folder.mkdir(parents=True)
     (folder / compute_cost.SUMMARY).write_text(summary)
@@ -53,12 +54,18 @@ def test_the_rate_of_the_lowest_finite_loss_is_chosen(tmp_path, monkeypatch):
   # A choice that was interrupted repeats no run.
   assert _losses_by_rate(tmp_path, monkeypatch, losses)[1] == []
   saved = json.loads((tmp_path / 'rate' / 'rates.json').read_text())
-  assert saved['rate'] == 2e-3 and saved['losses']['0.001'] == 2.75
+  assert saved['rate'] == 2e-3 and saved['found']['0.001'] == 2.75
 
 
 def test_rates_beyond_an_edge_are_tried_twice_at_most(tmp_path, monkeypatch):
   losses = {1e-3: 4.0, 2e-3: 3.0, 4e-3: 2.0, 8e-3: 1.5, 16e-3: 1.0}
   assert _losses_by_rate(tmp_path, monkeypatch, losses) == (16e-3, [*losses])
+
+
+def test_the_rate_of_the_highest_reward_is_chosen(tmp_path, monkeypatch):
+  rewards = {1e-3: 0.25, 2e-3: 0.5, 4e-3: 0.125}
+  found = _losses_by_rate(tmp_path, monkeypatch, rewards, metric='reward')
+  assert found == (2e-3, [*rewards])
 
 
 def test_rates_that_diverge_are_not_chosen(tmp_path, monkeypatch):

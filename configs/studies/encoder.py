@@ -49,15 +49,18 @@ def get_study(arg=None):
     for arm in arms[:2]
   ]
   tuned = [shared.tuned(size, arm, f'rate_{arm.name}_tuned') for arm in arms]
+  commands, floors = shared.floors(tuned[0], tuned)
   return shared.study(
     'encoder',
     'Attention of the encoder',
     size,
     (*early, *arms, *tuned),
     (source,),
+    commands=commands,
     evaluations=(
       shared.measured('text', 'bidirectional', (*early, *arms), source),
       shared.measured('answers', 'bidirectional_tuned', tuned),
+      *floors,
     ),
     claims=CLAIMS + HEADS_CLAIMS * ('heads' in encoders),
     note=shared.note(__doc__),

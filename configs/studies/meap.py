@@ -47,6 +47,7 @@ def get_study(arg=None):
     _tuned(size, 'pair_tuned', updates),
     _tuned(size, 'pair_tuned_inputs', updates, 'inputs'),
   ]
+  commands, floors = shared.floors(tuned[0], tuned)
   # A needle's question and answer follow, of at most 64 tokens.
   length = POD['data.decoder_length'] if size.name == 'pod' else 2 * size.length
   found = '--retrieval=python', f'--retrieval_lengths={length - 64}'
@@ -56,10 +57,12 @@ def get_study(arg=None):
     'MEAP: masks in pretraining and in tuning',
     size,
     (*read, adapted, *tuned),
+    commands=commands,
     evaluations=(
       shared.measured('text', 'next_token', read),
       shared.measured('masks', 'next_token', read, **ATTENTION),
       shared.measured('answers', 'tuned', tuned),
+      *floors,
       pages.Evaluation(
         'needles',
         (*found, '--limit=40'),

@@ -47,13 +47,14 @@ def get_study(arg=None):
   rate = 'rate_prefix_taught'
   tuned = [shared.tuned(size, x, f'{rate}_tuned', answer) for x in models]
   labelled = [shared.labelled(size, x, f'{rate}_labels') for x in models]
+  commands, floors = shared.floors(tuned[0], tuned)
   metrics = 'held_out/loss', 'held_out/accuracy'
   return shared.study(
     'objectives',
     'PrefixLM and UL2',
     size,
     (*arms, *tuned, *labelled),
-    commands=(merge,),
+    commands=(merge, *commands),
     evaluations=(
       shared.measured('text', 'prefix', arms, 'merged', 'base'),
       shared.measured('answers', 'prefix_tuned', tuned),
@@ -64,6 +65,7 @@ def get_study(arg=None):
         metrics=metrics,
         floors=shared.FLOORS,
       ),
+      *floors,
     ),
     claims=CLAIMS,
     note=shared.note(__doc__),

@@ -3,20 +3,27 @@ r"""What post-training is worth, on functions of Python's library.
     python -m encdec_adapt.study --study=adaptation:size=cpu
     python -m encdec_adapt.study --study=post_training:size=cpu
 
-tunes the adapted pair and the decoder of as many parameters of `models`
+Tunes the adapted pair and the decoder of as many parameters of `models`
 (`runs/studies/adaptation_cpu`) on beginnings of functions
 (`configs/functions.py`), post-trains them in every way of
 `configs/post_training.md`, and measures what each is worth on functions of
 held-out modules, and its price. Modules are the groups of its intervals; those
 of the development part, a third, are left to choices of settings. `size=cpu`
 has eight seeds, `size=quick` one, `size=smoke` is for tests. All start from the
-first seed of `models`. Learning rates are those of `ARMS`; RLOO's and DPO's
-were chosen on prompts of the earlier measurement. Single steps of it:
+first seed of `models`. `kl` is that of a model's samples from the model that it
+began as.
+
+At cpu every arm chooses its learning rate: policies by their reward on prompts
+of the development part, tunings by their loss there, and what learns from
+samples by its loss on those of a fifth of the training prompts.
+
+Not controlled: `pair_rloo_model` and `pair_rloo_line` share the rate of
+`pair_rloo`.
+
+A run is MODEL_ARM, and starts from the model that was tuned with the same seed:
 
     python -m encdec_adapt.train --workdir=.. \
       --config=configs/studies/post_training.py:size=quick,run=pair_rloo
-
-A run is MODEL_ARM, and starts from the model that was tuned with the same seed.
 """
 
 import dataclasses
@@ -24,7 +31,6 @@ import json
 import math
 
 from absl import flags
-import numpy as np
 
 import encdec_adapt
 from encdec_adapt import config as config_lib
@@ -32,22 +38,21 @@ from encdec_adapt import configs
 from encdec_adapt.base import errors, option_strings
 from encdec_adapt.cli import command
 from encdec_adapt.configs import functions, post_training, sft
+from encdec_adapt.configs.studies import shared
 from encdec_adapt.data.sources import document_source
-from encdec_adapt.evaluation.results import comparisons, results_store
-from encdec_adapt.files import atomic, paths
+from encdec_adapt.evaluation.results import results_store
+from encdec_adapt.files import paths
 from encdec_adapt.generation import answer_encoding, text_generation
 from encdec_adapt.inference import log_likelihoods
-from encdec_adapt.lab import pages, score_tables
-from encdec_adapt.telemetry import compute_cost
+from encdec_adapt.lab import pages
 
 # Model -> the run that it starts from, below the folder of the models.
 MODELS = {'pair': 'adapted', 'decoder': 'wide'}
 TOKENS = 48  # Most tokens of a prompt, and of a continuation.
 SAMPLES = 8
 MODEL = 'model'
-# Measures of the price, and how they are shown.
-_PRICES = dict.fromkeys(('kl', 'tokens', 'distinct', 'one_line'), '.2f')
-_PRICES |= dict.fromkeys(('FLOPs', 'with sources'), '.1e')
+MODULE = 'configs.studies.post_training'
+TASK = 'functions'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +93,8 @@ ARMS = {
 RUNS = [f'pair_{arm}' for arm in ARMS] + ['decoder_tuned', 'decoder_rloo']
 # Taught by the tuned decoder.
 RUNS.append(RUNS.pop(RUNS.index('pair_distill')))
+# Run -> the run whose learning rate it shares.
+SHARED = dict.fromkeys(('pair_rloo_model', 'pair_rloo_line'), 'pair_rloo')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +107,9 @@ class Size:
     prompts: training prompts that are sampled for preferences.
     held_out: held-out prompts that are measured.
     batch: prompts of a step.
+    development: most held-out rows of the development part that a job evaluates
+      on.
+    factors: learning rates that are tried, over those of `ARMS`.
   """
 
   seeds: int
@@ -107,12 +117,15 @@ class Size:
   prompts: int
   held_out: int
   batch: int
+  development: int
+  factors: tuple[float, ...] = (1.0,)
 
 
 SIZES = {
-  'smoke': Size(1, 2, 48, 8, 8),
-  'quick': Size(1, 40, 768, 128, 16),
-  'cpu': Size(8, 40, 1536, 256, 16),
+  # Two steps choose nothing.
+  'smoke': Size(1, 2, 48, 8, 8, 0),
+  'quick': Size(1, 40, 768, 128, 16, 64),
+  'cpu': Size(8, 40, 1536, 256, 16, 64, (1 / 3, 1.0, 3.0)),
 }
 
 
@@ -155,6 +168,7 @@ def get_config(arg=None):
     config.data.eval_fraction, config.data.eval_rows = 0.2, 0
   else:
     config.data.source, config.data.eval_rows = _source(), size.held_out
+    config.data.development_rows = size.development
     config.data.seqio_modules = ('encdec_adapt.configs.functions',)
   config.data.encoder_length, config.data.decoder_length = TOKENS, TOKENS + 1
   # Few samples pass, and a pass over the library takes seconds.
@@ -165,7 +179,6 @@ def get_config(arg=None):
     # Policies have a prompt in a row, and a few are longer than TOKENS.
     config.data.objective = 'pairs:too_long=drop'
     config.data.folder = f'{root}/records_prompts'
-    config.data.eval_rows = config.train.eval_batch_size
   if arm.reward:
     config.train.batch_size = size.batch
     rollouts, rewards = config.train.rollouts, config.train.rewards
@@ -206,35 +219,30 @@ def _arm(run, arg):
     starts['teacher.checkpoint'] = 'decoder_tuned'
   if ARMS[arm].reward == MODEL:
     starts['train.rewards.models'] = 'pair_reward'
-  return pages.Arm(run, f'studies/post_training:{arg},run={run}', starts=starts)
+  rate = f'rate_{SHARED.get(run, run)}'
+  config = f'studies/post_training:{arg},run={run}'
+  return pages.Arm(run, config, starts=starts, rate=rate)
+
+
+def _rate(run, size):
+  """Returns the choice of the learning rate of a run."""
+  arm = ARMS[run.partition('_')[2]]
+  values = tuple(x * arm.rate for x in size.factors)
+  metric = 'reward' if arm.reward else 'loss'
+  return pages.Rate(f'rate_{run}', run, values, metric=metric)
 
 
 def get_study(arg=None):
   """Returns the page of a size; see `encdec_adapt.study`."""
   args, root = _arguments(arg)
-  seeds = tuple(range(SIZES[args['size']].seeds))
+  size = SIZES[args['size']]
+  seeds = tuple(range(size.seeds))
   arg = f'size={args["size"]},models={option_strings.quote(args["models"])}'
-  compared = tuple(run for run in RUNS if run != 'pair_reward')
-
-  def step(name, step_name, *flags, seeds=seeds):
-    flags = f'--step={step_name}', f'--size={arg}', *flags
-    flags += (f'--output={{{name}}}',)
-    return pages.Command(
-      name, 'configs.studies.post_training', flags, seeds=seeds
-    )
-
-  measures = [
-    step(
-      f'measure_{run}',
-      'measure',
-      f'--run={run}',
-      f'--model={{{run}}}',
-      f'--tuned={{{run.partition("_")[0]}_tuned}}',
-    )
-    for run in RUNS
+  steps = [
+    (f'--step={name}', f'--size={arg}') for name in ('collect', 'measure')
   ]
-  suffixes = [f'_seed{seed}' if seed else '' for seed in seeds]
-  table = (f'--measures={{measure_{r}{x}}}' for r in RUNS for x in suffixes)
+  collect = (*steps[0], '--checkpoint={pair_tuned}', '--output={samples}')
+  compared = tuple(run for run in RUNS if run != 'pair_reward')
   return pages.Study(
     name='post_training',
     title="Post-training on functions of Python's library",
@@ -242,44 +250,66 @@ def get_study(arg=None):
     root=root,
     arms=tuple(_arm(run, arg) for run in RUNS),
     seeds=seeds,
+    rates=tuple(_rate(run, size) for run in RUNS if run not in SHARED),
     evaluations=(
       pages.Evaluation('evaluate', records='pair_tuned', models=compared),
+      pages.Evaluation(
+        'measured',
+        steps[1],
+        (f'{TASK}/greedy', f'{TASK}/sampled'),
+        floors={f'{TASK}/greedy': 0.0},
+        module=MODULE,
+      ),
     ),
-    commands=(
-      step('samples', 'collect', '--model={pair_tuned}'),
-      *measures,
-      step('table', 'table', *table, seeds=()),
-    ),
-    table='table',
+    commands=(pages.Command('samples', MODULE, collect, seeds=seeds),),
+    claims=CLAIMS,
+    note=shared.note(__doc__),
   )
+
+
+CLAIMS = tuple(
+  pages.Claim(
+    sentence,
+    shared.OURS,
+    '-',
+    contrast,
+    f'{TASK}/greedy',
+    'greater',
+    0.05,
+    'a quarter of what longer tuning gains',
+    primary=True,
+  )
+  for contrast, sentence in (
+    (
+      ('decoder_rloo', 'pair_rloo'),
+      'After RLOO, the pair passes more often than the decoder.',
+    ),
+    (
+      ('pair_longer', 'pair_rloo'),
+      'RLOO passes more often than tuning for as many FLOPs.',
+    ),
+  )
+)
 
 
 define_flags = command.define(
   command.choice(
     'step',
-    ['collect', 'measure', 'table'],
-    'Samples a tuned model for preferences, measures a run, or writes a table.',
+    ['collect', 'measure'],
+    'Samples a tuned model for preferences, or measures a model.',
   ),
   command.string('size', 'Argument of the study.', default='size=quick'),
-  command.string('run', 'Name of the run.', default='pair_tuned'),
-  command.string('model', 'Work directory of the model.'),
-  command.string('tuned', 'Work directory of the model that it began as.'),
+  command.string('checkpoint', 'Work directory of the model.'),
   command.string('output', 'Folder that gets the results.'),
-  command.flag('multi_string', 'measures', 'Folders of measures.', default=[]),
 )
 
 
 def main(values: flags.FlagValues) -> int:
   """Runs a step of the study that no other command does."""
-  command.require(values, 'step', 'output')
-  args, _ = _arguments(f'{values.size},run={values.run}')
-  size, output = SIZES[args['size']], paths.at(values.output)
-  if values.step == 'table':
-    _write_table(output, values.measures, size)
-  elif values.step == 'collect':
-    _collect(output, values.model, size)
-  else:
-    _measure(output, values.model, values.tuned, args, size)
+  command.require(values, 'step', 'checkpoint', 'output')
+  args, _ = _arguments(values.size)
+  step = {'collect': _collect, 'measure': _measure}[values.step]
+  step(paths.at(values.output), values.checkpoint, SIZES[args['size']])
   return 0
 
 
@@ -347,81 +377,60 @@ def _collect(folder, path, size):
   print(f'{len(passing)} of {count} samples pass; {len(pairs)} pairs')
 
 
-def _measure(folder, path, tuned_path, args, size):
+def _measure(folder, path, size):
   """Measures a run on held-out prompts; a reward model by the best of 8."""
-  run, tuned = args['run'], encdec_adapt.load(tuned_path)
-  is_judge = args['arm'] == 'reward'
-  model = tuned if is_judge else encdec_adapt.load(path)
-  rows = _prompts('eval', tuned.tokenizer)[: size.held_out]
+  model = encdec_adapt.load(path)
+  start = encdec_adapt.load(config_lib.load_run(path).init.encoder)
+  judge = None
+  if not model.stored.config.architecture.generates:
+    model, judge = start, model
+  rows = _prompts('eval', model.tokenizer)[: size.held_out]
   prompts, modules = map(list, zip(*rows, strict=True))
   _, greedy = _sample(model, prompts, 1, 0.0)
-  ids, drawn = _sample(model, prompts, SAMPLES if is_judge else 1, 1.0)
-  if is_judge:
-    # An upper bound (arXiv:2401.01879).
-    kl = math.log(SAMPLES) - (SAMPLES - 1) / SAMPLES
-    scores = answer_encoding.score_texts(
-      encdec_adapt.load(path),
+  ids, drawn = _sample(model, prompts, SAMPLES if judge else 1, 1.0)
+  if judge:
+    values = answer_encoding.score_texts(
+      judge,
       [prompt for prompt in prompts for _ in range(SAMPLES)],
       [x.text for group in drawn for x in group],
       [x.ended != 'length' for group in drawn for x in group],
       batch_size=32,
     )
-    best = scores.reshape(-1, SAMPLES).argmax(axis=1)
+    best = values.reshape(-1, SAMPLES).argmax(axis=1)
     drawn = greedy = [[x[i]] for x, i in zip(drawn, best, strict=True)]
+    # An upper bound (arXiv:2401.01879).
+    kl = [math.log(SAMPLES) - (SAMPLES - 1) / SAMPLES] * len(prompts)
   else:
     pairs = [
       log_likelihoods.Pair(context, x[0].tokens)
       for context, x in zip(ids, drawn, strict=True)
     ]
-    scored = tuned.score_tokens(pairs, batch_size=128)
-    log_probs = [x[0].log_probs.sum() for x in drawn]
-    kl = np.mean(log_probs) - np.mean([x.log_prob for x in scored])
+    before = start.score_tokens(pairs, batch_size=128)
+    kl = [
+      x[0].log_probs.sum() - y.log_prob
+      for x, y in zip(drawn, before, strict=True)
+    ]
   texts = [x[0].text for x in greedy]
-  summary = atomic.read_json(paths.at(path) / compute_cost.SUMMARY)
   measures = {
-    'modules': modules,
     'greedy': _passing(prompts, greedy),
     'sampled': _passing(prompts, drawn),
-    'kl': float(kl),
-    'tokens': float(np.mean([len(x[0].tokens) for x in drawn])),
-    'distinct': len(set(texts)) / len(texts),
-    'one_line': float(np.mean(functions.one_line(prompts, texts, []))),
-    'texts': texts[:8],
-    'FLOPs': summary['flops'],
-    'with sources': summary['inclusive']['flops'],
+    'kl': kl,
+    'tokens': [len(x[0].tokens) for x in drawn],
+    'one_line': functions.one_line(prompts, texts, []),
   }
-  atomic.write_json(folder / 'measures.json', measures)
-  for name in ('greedy', 'sampled'):
-    print(f'{run}: {np.mean(measures[name]):.3f} {name}, KL {kl:.1f}')
-
-
-def _write_table(folder, measures, size):
-  """Writes each run's metrics and price, as means over seeds."""
-  rows, rates = [], {}
-  read = [atomic.read_json(paths.at(x) / 'measures.json') for x in measures]
-  for i, name in enumerate(RUNS):
-    seeds = read[i * size.seeds : (i + 1) * size.seeds]
-    is_judge = name == 'pair_reward'
-    row = {'run': f'best of {SAMPLES} by {name}' if is_judge else name}
-    for metric in ('greedy', 'sampled'):
-      # Averages seeds by prompt: intervals are over prompts, by module.
-      values = np.mean([x[metric] for x in seeds], axis=0).tolist()
-      groups = seeds[0]['modules']
-      score = results_store.mean_score(name, metric, values, groups)
-      low, high = comparisons.interval(score)
-      rates[name, metric] = score
-      row[metric] = f'{score.value:.3f} ({low:.2f} to {high:.2f})'
-    for metric, form in _PRICES.items():
-      row[metric] = format(np.mean([x[metric] for x in seeds]), form)
-    rows.append(row)
-  atomic.write_json(folder / 'table.json', {'rows': rows})
-  print(score_tables.text(rows))
-  pair, decoder = (rates[f'{x}_rloo', 'greedy'] for x in MODELS)
-  paired = comparisons.compare([decoder], [pair])
-  print(
-    f'pair - decoder, rloo: {paired.difference:+.3f} ({paired.low:+.3f} to'
-    f' {paired.high:+.3f}, {paired.test})'
+  scores = [
+    results_store.mean_score(TASK, name, values, modules)
+    for name, values in measures.items()
+  ]
+  distinct = len(set(texts)) / len(texts)
+  scores.append(
+    results_store.Score(TASK, 'distinct', distinct, None, len(texts))
   )
+  for x in scores:
+    print(f'{x.metric}: {x.value:.3f}')
+  made = results_store.Model(path, None, model.stored.fingerprint)
+  with results_store.Store(folder) as store:
+    store.add(made, {'prompts': len(prompts)}, scores)
 
 
 if __name__ == '__main__':

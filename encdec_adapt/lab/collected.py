@@ -85,7 +85,6 @@ class Collected:
       further fields.
     rollouts: completions of held-out prompts at the end of each policy:
       `model`, `seed`, `step`, `prompt`, `completion`, `greedy`, `reward`.
-    table: rows of the table of the study.
     text: facts about the held-out records.
     environment: versions and hardware.
   """
@@ -100,7 +99,6 @@ class Collected:
   request: tuple[int, int] = (0, 0)
   samples: Sequence[Mapping[str, Any]] = ()
   rollouts: Sequence[Mapping[str, Any]] = ()
-  table: Sequence[Mapping[str, Any]] = ()
   text: Mapping[str, Any] = _mapping()
   environment: Mapping[str, Any] = _mapping()
 

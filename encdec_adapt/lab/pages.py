@@ -13,6 +13,7 @@ and `{root}` to the folder of the study.
 
 from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
+import math
 import re
 from typing import Any
 
@@ -109,7 +110,7 @@ class Arm:
 class Rate:
   """A sweep of the learning rate with runs of an arm, of its full length.
 
-  The run with the lowest finite held-out loss wins. While the winner is the
+  The run with the best finite metric wins. While the winner is the
   lowest or highest rate, the sweep extends beyond it, by up to `extra` rates.
 
   Attributes:
@@ -118,6 +119,8 @@ class Rate:
     values: learning rates, ascending by a constant factor.
     seed: seed of the runs.
     extra: maximum number of rates beyond an edge.
+    metric: metric of a job's held-out rows: loss (the lowest is best), or
+      reward (the highest).
   """
 
   name: str
@@ -125,6 +128,13 @@ class Rate:
   values: tuple[float, ...]
   seed: int = 1000
   extra: int = 2
+  metric: str = 'loss'
+
+  def best(self, found: Mapping[Any, float | None]) -> Any:
+    """Returns the rate with the best metric; None if none is finite."""
+    finite = [k for k, x in found.items() if x is not None and math.isfinite(x)]
+    choose = max if self.metric == 'reward' else min
+    return choose(finite, key=found.get, default=None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,12 +161,12 @@ class Command:
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-  """An `evaluate` stage for each model.
+  """A stage that measures each model.
 
   Attributes:
     name: name of the evaluation; the stage of a model is NAME_MODEL.
-    arguments: flags of `evaluate` besides --checkpoint and --output; --cost=
-      unless given.
+    arguments: flags besides --checkpoint and --output; of `evaluate` also
+      --cost= unless given.
     metrics: measured 'TASK/METRIC', as named by claims.
     records: arm of the held-out records; '' for none.
     models: arms and commands to evaluate; () for all arms.
@@ -165,6 +175,8 @@ class Evaluation:
     floors: by metric, what a model that has learned nothing reaches: another
       metric of the evaluation, or a number, such as the chance of a choice. By
       default, of the loss, the loss with the inputs of other examples.
+    module: command that adds the scores of --checkpoint to a results store in
+      --output.
   """
 
   name: str
@@ -177,6 +189,7 @@ class Evaluation:
   floors: Mapping[str, str | float] = dataclasses.field(
     default_factory=lambda: {LOSS: 'held_out/loss_shuffled_prefix'}
   )
+  module: str = 'evaluate'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,8 +220,6 @@ class Study:
       their folders.
     note: paragraphs of the report, separated by empty lines: what arms are, and
       what is not controlled; '' for none.
-    table: command with its own table for the report, `rows` of table.json in
-      its folder; '' for none.
     results: CSV file with its results (`lab.stored_results`), which outlives
       the folder; '' for none. `study` sets it for shipped pages of size cpu.
   """
@@ -230,7 +241,6 @@ class Study:
   best_of: Mapping[str, tuple[str, ...]] = _mapping()
   samples: tuple[str, ...] = ()
   note: str = ''
-  table: str = ''
   results: str = ''
 
   def __post_init__(self):

@@ -148,7 +148,8 @@ class _Resolver:
   def evaluate(self, evaluation: pages.Evaluation) -> None:
     """Adds the stages of an evaluation."""
     flags = list(evaluation.arguments)
-    if not any(flag.startswith('--cost') for flag in flags):
+    has_cost = any(flag.startswith('--cost') for flag in flags)
+    if evaluation.module == 'evaluate' and not has_cost:
       flags.append('--cost=')
     if evaluation.records:
       records = self._records(self._items[evaluation.records])
@@ -169,7 +170,7 @@ class _Resolver:
         name = f'{evaluation.name}_{self.study.stage_of(model, seed)}'
         item = pages.Command(
           name,
-          'evaluate',
+          evaluation.module,
           (*flags, f'--checkpoint={{{model}}}', f'--output={{{name}}}'),
           seconds=evaluation.seconds,
         )

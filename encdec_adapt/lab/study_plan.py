@@ -1,8 +1,8 @@
 """Cost of a study: tokens, FLOPs, hours, memory, passes, planned power.
 
 Hours follow from the step time of each shape, cached in the study's folder:
-measured on this machine, or planned for the topology of the study. At size
-`smoke` they are estimated from FLOPs.
+measured on this machine, or planned for the topology of the study. Those of a
+trial of minutes are estimated from FLOPs.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -36,6 +36,8 @@ _STEPS = 'steps.json'
 _REPEATS = 3
 # Assumed FLOPs per second of a core, for small models.
 _CORE = 4e10
+# Most FLOPs of a trial of minutes, which is not measured.
+_TRIAL = 3e13
 # Sections and keys with an effect on a step's time and memory.
 _SHAPE = ('model.', 'compute.', 'loss.', 'mesh.', 'train.batch_size')
 _SHAPE += ('train.microbatches', 'train.dropout', 'train.lora')
@@ -46,7 +48,7 @@ _SHAPE += ('teacher.',)
 def describe(study: pages.Study, states: stage_states.States) -> str:
   """Describes the cost of unfinished stages; measures steps without a time.
 
-  Nothing is measured and no text is read at size `smoke`.
+  Of a trial, nothing is measured and no text is read: it would take longer.
 
   Args:
     study: the study.
@@ -56,9 +58,8 @@ def describe(study: pages.Study, states: stage_states.States) -> str:
     Lines of text: a table of the models, then the sums, then claims.
   """
   trained = [x for x in states.unfinished if x.module == 'train']
-  # A trial of minutes is planned at once.
-  is_rough = study.size == 'smoke'
-  if is_rough and not study.topology:
+  is_rough = sum(x.flops for x in trained) <= _TRIAL and not study.topology
+  if is_rough:
     steps = _from_flops(study, trained)
   else:
     steps = _steps(study, states, trained)

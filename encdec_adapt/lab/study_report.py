@@ -144,7 +144,6 @@ class _Page:
       'Claims': self._claims(),
       'Findings': html.items(self.findings),
       'How to read the numbers': html.paragraphs(self.notes),
-      'Measures': html.table(collected.table),
       'Held-out metrics': self._metrics(),
       'Quality against cost': self._quality(),
       'Before and after': self._scatter(),
@@ -256,7 +255,10 @@ class _Page:
   @functools.cached_property
   def findings(self) -> list[str]:
     """Sentences on sweeps, diverged models, costs and stages."""
-    texts = [_rate(*x) for x in self._collected.rates.items()]
+    rates = self._collected.rates
+    texts = [
+      _rate(x, rates[x.name]) for x in self._study.rates if x.name in rates
+    ]
     texts += self._best()
     texts += filter(None, map(self._inputs, self._study.evaluations))
     texts += [
@@ -398,8 +400,8 @@ class _Page:
     arms = {x.name: x.rate for x in self._study.arms}
     for rate in self._study.rates:
       if rate.name == arms.get(name):
-        losses = self._collected.rates.get(rate.name)
-        edge = ' (edge)' * bool(losses and _chosen(losses)[1])
+        found = self._collected.rates.get(rate.name)
+        edge = ' (edge)' * bool(found and _chosen(rate, found)[1])
         return edge + f', that of {rate.arm}' * (rate.arm != name)
     return ''
 
@@ -579,20 +581,21 @@ def _label(metric: str) -> str:
   return metric.replace('_', '-').replace('/', ' ')
 
 
-def _chosen(losses: Mapping[str, float]) -> tuple[str, tuple[str, str] | None]:
+def _chosen(
+  rate: pages.Rate, found: Mapping[str, float]
+) -> tuple[str, tuple[str, str] | None]:
   """Returns the best rate and, for an edge, its name and what is beyond it."""
-  finite = {k: x for k, x in losses.items() if x and math.isfinite(x)}
-  best, tried = min(finite, key=finite.get), sorted(losses, key=float)
+  best, tried = rate.best(found), sorted(found, key=float)
   edges = {tried[0]: ('smallest', 'smaller'), tried[-1]: ('largest', 'larger')}
   return best, edges.get(best) if len(tried) > 1 else None
 
 
-def _rate(name: str, losses: Mapping[str, float]) -> str:
-  best, edge = _chosen(losses)
-  listed = ', '.join(f'{k}: {numbers.loss(x)}' for k, x in losses.items())
+def _rate(rate: pages.Rate, found: Mapping[str, float]) -> str:
+  best, edge = _chosen(rate, found)
+  listed = ', '.join(f'{k}: {numbers.loss(x)}' for k, x in found.items())
   text = (
-    f'{name}: the best learning rate is {best} (losses on development rows:'
-    f' {listed})'
+    f'{rate.name}: the best learning rate is {best} ({rate.metric} on'
+    f' development rows: {listed})'
   )
   if edge:
     text += f', the {edge[0]} tried: a {edge[1]} one may be better'

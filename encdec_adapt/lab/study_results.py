@@ -40,8 +40,8 @@ def scores(
 
   Args:
     states: states of the stages.
-    stage: evaluation of a model, or choice of a rate, whose losses are scores
-      of the task 'rate' with a rate as metric; finished or not.
+    stage: evaluation of a model, or choice of a rate, whose metrics are scores
+      of the task 'rate' with a rate as name; finished or not.
   """
   if stage.name in states.stored:
     stored = states.stored[stage.name]
@@ -49,9 +49,9 @@ def scores(
   if states.status(stage) != stage_states.FINISHED:
     return []
   if stage.rate:
-    losses = atomic.read_json(states.folder(stage) / 'rates.json')['losses']
+    found = atomic.read_json(states.folder(stage) / 'rates.json')['found']
     return [
-      ({}, results_store.Score('rate', x, losses[x], None, 1)) for x in losses
+      ({}, results_store.Score('rate', x, found[x], None, 1)) for x in found
     ]
   with results_store.Store(states.folder(stage)) as store:
     return store.entries()
@@ -209,14 +209,13 @@ def collect(
     ],
     notes=[*_notes(started), *_audit(study, states)],
     rates={
-      name: {x.metric: x.value for _, x in losses}
+      name: {x.metric: x.value for _, x in found}
       for name, stage in states.stages.items()
-      if stage.rate and (losses := scores(states, stage))
+      if stage.rate and (found := scores(states, stage))
     },
     request=request,
     samples=_samples(study, states),
     rollouts=[*_rollouts(states, models)],
-    table=_table(study, states) or (),
     text=_text(states),
     environment=environment.report(),
   )
@@ -309,11 +308,6 @@ def _rollouts(states, models: Sequence[stages.Stage]) -> Iterator[Any]:
       if x['step'] == lines[-1]['step']:
         model = {'model': stage.model, 'seed': stage.seed}
         yield model | {name: x[name] for name in names}
-
-
-def _table(study, states) -> list[dict[str, Any]] | None:
-  path = _file(states, study.table, 'table.json')
-  return atomic.read_json(path)['rows'] if path else None
 
 
 def training_summary(folder: paths.Path) -> dict[str, Any]:

@@ -122,14 +122,20 @@ def test_every_stage_of_the_study_is_understood(models, monkeypatch):
   page = post_training_page.get_study('size=cpu,models=runs/quickstart')
   resolved = stages.resolve(page)
   trained = {n: x for n, x in resolved.items() if x.module == 'train'}
-  assert len(trained) == 8 * len(post_training_page.RUNS)
+  rates = [name for name in trained if name.startswith('rate_')]
+  assert len(trained) - len(rates) == 8 * len(post_training_page.RUNS)
+  assert len(rates) == len(post_training_page.RUNS) - 2
   assert set(trained['pair_rloo_model_seed1'].reads) == {
-    *('pair_tuned_seed1', 'pair_reward_seed1', 'records_pair_rloo')
+    *('pair_tuned_seed1', 'pair_reward_seed1', 'records_pair_rloo'),
+    'rate_pair_rloo',
   }
   # Samples of a seed, and the records that are made of them.
-  records = resolved['pair_dpo_seed1'].reads[-1]
+  (records,) = (
+    x for x in resolved['pair_dpo_seed1'].reads if x.startswith('records_')
+  )
   assert resolved[records].reads == ('samples_seed1',)
-  assert len(resolved['table'].reads) == len(trained)
+  measured = [x for x in resolved if x.startswith('measured_')]
+  assert len(measured) == len(trained) - len(rates)
   for stage in resolved.values():
     values = dict.fromkeys((stage.name, *stage.reads), 'x')
     study._parse(stage.module, [pages.fill(x, values) for x in stage.arguments])
@@ -153,6 +159,6 @@ def test_the_study(models, monkeypatch):
   assert tiny.call(study, f'--study=post_training:{arg}') == 0
   root = models / 'runs' / 'quickstart' / 'post_training_smoke'
   page = (root / 'report.html').read_text()
-  assert '<td>pair_tuned</td>' in page and 'best of 8 by pair_reward' in page
+  assert '<td>pair_tuned</td>' in page and 'functions greedy' in page
   assert '<h2>Rollouts</h2>' in page and 'alt="held-out margin"' in page
   assert 'alt="held-out kl"' in page

@@ -1,5 +1,6 @@
 """Plans: power by variances of other studies, hours, passes, memory."""
 
+import dataclasses
 import json
 import types
 
@@ -105,6 +106,22 @@ def test_a_page_is_planned_by_variances_of_others(tmp_path, monkeypatch):
   assert 'no planned power' in study_plan.describe(*other)
   with pytest.raises(errors.UserError, match='correlation: no evaluation of'):
     study_results.write_variances(*other)
+
+
+def test_a_trial_is_planned_without_a_measurement(tmp_path, monkeypatch):
+  def refuse(*args):
+    raise AssertionError(args)
+
+  monkeypatch.setattr(study_plan, '_steps', refuse)
+  monkeypatch.chdir(tiny.ROOT)
+  page = dataclasses.replace(study.load('quickstart'), root=str(tmp_path))
+  states = stage_states.States(page, stages.resolve(page))
+  assert 'estimates from FLOPs' in study_plan.describe(page, states)
+  # Seeds multiply what it costs.
+  page = dataclasses.replace(page, seeds=(0, 1, 2))
+  states = stage_states.States(page, stages.resolve(page))
+  with pytest.raises(AssertionError):
+    study_plan.describe(page, states)
 
 
 @pytest.mark.long

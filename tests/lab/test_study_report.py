@@ -57,6 +57,9 @@ def _study(seeds=SEEDS, claims=CLAIMS):
     claims,
     (evaluation,),
     (source,),
+    rates=tuple(
+      pages.Rate(x, 'scratch', (1e-3, 3e-3)) for x in ('rate', 'edge')
+    ),
     best_of={'best': ('scratch', 'adapted')},
   )
 
@@ -342,14 +345,14 @@ def test_write(tmp_path, bucket):
     ' - scratch: -0.500 (98.33 % interval -0.5'
   )
   assert (
-    'rate: the best learning rate is 0.003 (losses on development rows: 0.001:'
+    'rate: the best learning rate is 0.003 (loss on development rows: 0.001:'
     ' 3.250, 0.003: 3.125, 0.009: nan).'
   ) in sentences
   assert (
     'best is adapted: of 2 it has the lowest held-out loss, 2.500.'
   ) in sentences
   assert (
-    'edge: the best learning rate is 0.003 (losses on development rows: 0.001:'
+    'edge: the best learning rate is 0.003 (loss on development rows: 0.001:'
     ' 3.250, 0.003: 3.125), the largest tried: a larger one may be better.'
   ) in sentences
   assert (
