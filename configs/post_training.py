@@ -64,19 +64,24 @@ def get_config(arg=None, **values):
       ' model that it learns from, and only it has one.'
     )
   config = sft.get_config(source=args['source'], format=args['format'])
+  config.teacher.checkpoint = args['teacher']
+  set_recipe(config, recipe, args['format'])
+  return config
+
+
+def set_recipe(config, recipe, form='pairs'):
+  """Changes the configuration of a tuning into that of a recipe."""
   loss, rate, prompts = RECIPES[recipe]
   config.loss.update_from_flattened_dict(loss)
-  config.teacher.checkpoint = args['teacher']
   config.optimizer.learning_rate = rate
   config.train.batch_size = prompts
   config.data.passes = 1
   config.evaluation.loss, config.evaluation.samples = 100, 0
   config.checkpoint.every = 100
   if recipe in ('reward', 'dpo'):
-    chat = 'chat_' if args['format'] == 'chat' else ''
+    chat = 'chat_' if form == 'chat' else ''
     config.data.objective = f'{chat}preferences'
   elif recipe == 'rloo':
     config.train.rollouts.max_kl = 15.0
   elif recipe == 'grpo':
     config.train.rollouts.cut = 'mask'
-  return config

@@ -65,7 +65,7 @@ class Size:
 
 SIZES = {
   'smoke': Size('runs/quickstart_smoke', 400_000, 4, 2, 2, 16),
-  'default': Size('runs/quickstart', 3_000_000, 80, 100, 4, 64),
+  'default': Size('runs/quickstart', 3_000_000, 80, 110, 4, 64),
 }
 
 

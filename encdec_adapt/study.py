@@ -42,6 +42,8 @@ from encdec_adapt.lab import (
 )
 from encdec_adapt.telemetry import compute_cost, environment
 
+# Arguments of the shipped pages whose results are stored.
+_AS_SHIPPED = '', 'size=cpu'
 _SHIPPED = (configs.FOLDER / 'studies').resolve()
 
 define_flags = command.define(
@@ -204,7 +206,7 @@ def load(spec: str) -> pages.Study:
     # Results travel with a checkout.
     is_shipped = pathlib.Path(path).resolve().parent == _SHIPPED
     is_shipped &= (_SHIPPED.parents[1] / 'pyproject.toml').exists()
-    if page.arms and page.size == 'cpu' and is_shipped:
+    if page.arms and page.size == 'cpu' and is_shipped and arg in _AS_SHIPPED:
       file = configs.path(f'studies/results/{page.name}.csv')
       page = dataclasses.replace(page, results=file)
     return page

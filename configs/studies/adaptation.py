@@ -10,7 +10,8 @@ pair's parameters and total FLOPs, and with a pair of the smaller decoder;
 larger sizes tune them, too. `cpu` adapts on a quarter of the tokens that the
 source has read, inputs and targets alike.
 
-Not controlled: a pair has twice the layers of its source; the decoder trained
+Not controlled: a pair has twice the layers of its source, and learns from it as
+a teacher, as decoders do not; the decoder trained
 on has all tokens of a row in its loss, a pair half. The paper distills all of
 the loss, `cpu` half. Untaught pairs share the rate of the taught one, the
 unbalanced pair that of the adapted one, and the decoder at equal tokens that of

@@ -53,12 +53,9 @@ PICTURE = {
 def get_study(arg=None):
   """Returns the page of a size (`shared.size`)."""
   size = shared.size(arg)
-  root = f'runs/studies/adaptation_{size.name}'
-  roots = {'adaptation': root}
-  commands = [_page(x, size.arguments, root=roots.get(x, '')) for x in PAGES]
-  if size.name in ('smoke', 'cpu'):
-    argument = f'size={size.name},models={root}'
-    commands.append(_page('post_training', argument, ('adaptation',)))
+  commands = [_page(name, size.arguments) for name in PAGES]
+  if not size.large:
+    commands.append(_page('post_training', f'size={size.name}'))
   is_cpu = size.name == 'cpu'
   return pages.Study(
     'all',
@@ -71,8 +68,6 @@ def get_study(arg=None):
   )
 
 
-def _page(name, argument, after=(), root=''):
-  """Returns the stage of a page; `root` is its folder, whatever --root is."""
-  file = configs.path(f'studies/{name}.py')
-  flags = [f'--study={file}:{argument}'] + ([f'--root={root}'] if root else [])
-  return pages.Command(name, 'study', tuple(flags), after, seconds=3600)
+def _page(name, argument):
+  flags = (f'--study={configs.path(f"studies/{name}.py")}:{argument}',)
+  return pages.Command(name, 'study', flags, seconds=3600)

@@ -12,12 +12,12 @@ carried, but in `.._fresh` and ed_to_cd; that needs a schedule that goes on at
 its source's step. So all arms here, and on no other page, have T5's (rsqrt), as
 in the paper, which falls to a third of its peak or less, and has no last decay.
 
-`ul2r` and `continued` are measured on held-out prefixes.
+Models by span corruption are measured on its rows, others on held-out prefixes.
 
 Not controlled: ed_to_cd, `ul2r` and `continued` have as many steps as their
-sources; UL2R's paper has a cosine decay. `continued` reads the rows of its
-source again, `ul2r` others of the text. `.._fresh` shares the rate of nc_a.
-`cpu` takes an hour on two quiet cores.
+sources, `ul2r` fewer tokens in the loss; UL2R's paper has a cosine decay.
+`continued` reads the rows of its source again, `ul2r` others of the text.
+`.._fresh` shares the rate of nc_a. `cpu` takes an hour on two quiet cores.
 """
 
 import dataclasses
@@ -43,7 +43,8 @@ def get_study(arg=None):
   size = shared.size(arg)
   sources = {name: _cell(size, name) for name in SOURCES}
   arms = sources | {name: _convert(size, name) for name in CONVERSIONS}
-  prefixes, text = cells.prefixes(size, ('ul2r', 'continued'))
+  text = 'cd_flm', 'lm_a', 'ed_to_cd', 'ul2r', 'continued'
+  prefixes, text = cells.prefixes(size, text)
 
   def measured(name, records, names):
     return shared.measured(name, records, [arms[x] for x in names.split()])
@@ -56,7 +57,6 @@ def get_study(arg=None):
     (),
     (prefixes,),
     evaluations=(
-      measured('causal', 'cd_flm', 'cd_flm lm_a ed_to_cd'),
       measured('spans', 'nd_mlm', 'nd_mlm cd_mlm nc_a nc_a_ninth nc_a_fresh'),
       text,
     ),

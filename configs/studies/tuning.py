@@ -8,13 +8,14 @@ it, and the pair from scratch with the decoder as teacher; the adapted pair also
 without dropout, and on a mixture with prompts about packages of Python's text.
 Gains are of the loss of held-out answers, before and after. The floors are the
 losses of tuned models without the table, and with the row that is asked for
-alone: a model that finds the row has a loss far below the first, and near the
-second.
+alone, of all held-out questions, also those whose table is too long: a model
+that finds the row has a loss far below the first, and near the second.
 
 Not controlled: a pair has had adaptation beyond the decoder's training, and has
 twice its layers (see `adaptation` for both). At cpu the pair from scratch reads
 as many rows as the adapted one, with 224 inputs and 32 targets, so that its
-encoder has read inputs as long as a table: a quarter of the targets. The pairs
+encoder has read inputs as long as a table: a quarter of the targets, and fewer
+positions of the decoder than answers have. The pairs
 without dropout and on the mixture share the rate of the adapted one. No claim
 is on the mixture. `cpu` takes an hour on two quiet cores.
 """

@@ -276,18 +276,19 @@ def result(collected: Collected, claim: pages.Claim) -> Result:
         *(effect[x] for x in ('effect', 'low', 'high')),
         lower_is_better=score_tables.lower_is_better(metric),
       )
-      leads = [lead(runs, metric, evaluation) for runs in arms]
-      if not any(x is None or x >= claim.smallest for x in leads):
+      trained = [x[0] for x in arms if 'made_by' not in x[0].summary]
+      kinds = {x.model: x.values.get('model.kind') for x in trained}
+      found = power(claim, study, kinds)
+      notes = ['low power'] if found and found.is_low else []
+      # A gain is that of its first two arms.
+      leads = [lead(runs, metric, evaluation) for runs in arms[:2]]
+      leads = [x for x in leads if x is not None]
+      if not leads:
+        notes.append('no floor')
+      elif max(leads) < claim.smallest:
         verdict = verdicts.NOT_LEARNED
-        note = f'ahead of the floor by at most {max(leads):.3g}'
-      else:
-        trained = [x[0] for x in arms if 'made_by' not in x[0].summary]
-        kinds = {x.model: x.values.get('model.kind') for x in trained}
-        found = power(claim, study, kinds)
-        notes = ['low power'] if found and found.is_low else []
-        if set(leads) == {None}:
-          notes.append('no floor')
-        note = ', '.join(notes)
+        notes.append(f'ahead of the floor by at most {max(leads):.3g}')
+      note = ', '.join(notes)
   return Result(claim, confidence, **{'note': note, **effect}, verdict=verdict)
 
 

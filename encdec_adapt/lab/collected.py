@@ -79,7 +79,7 @@ class Collected:
       `error` and `own` (whether it is in this study's folder, not in another
       study's) of every started stage.
     notes: sentences on stages that failed or ran with other versions.
-    rates: held-out loss at each learning rate, by the name of the sweep.
+    rates: metric at each learning rate, by the name of the sweep.
     request: tokens of prompt and answer for inference FLOPs.
     samples: continuations: `run` (the model), `prompt`, `continuation`, and
       further fields.

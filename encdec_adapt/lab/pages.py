@@ -110,8 +110,8 @@ class Arm:
 class Rate:
   """A sweep of the learning rate with runs of an arm, of its full length.
 
-  The run with the best finite metric wins. While the winner is the
-  lowest or highest rate, the sweep extends beyond it, by up to `extra` rates.
+  The run with the best finite metric wins. While the winner is the lowest or
+  highest rate, the sweep extends beyond it, by up to `extra` rates.
 
   Attributes:
     name: name of the stage.
@@ -173,8 +173,8 @@ class Evaluation:
     all_seeds: whether to evaluate every seed of a model, or only the first.
     seconds: expected time per model on two cores.
     floors: by metric, what a model that has learned nothing reaches: another
-      metric of the evaluation, or a number, such as the chance of a choice. By
-      default, of the loss, the loss with the inputs of other examples.
+      metric of the evaluation, or a number, such as the chance of a choice. The
+      floor of the loss is that with the inputs of other examples.
     module: command that adds the scores of --checkpoint to a results store in
       --output.
   """
@@ -269,6 +269,11 @@ class Study:
         )
     for rate in self.rates:
       self._require([rate.arm], f'rate {rate.name} trains', self.arms)
+      if rate.metric not in ('loss', 'reward'):
+        raise self.error(
+          f'rate {rate.name} has metric={rate.metric!r}, which must be loss or'
+          ' reward'
+        )
     for command in self.commands:
       self._require(command.after, f'command {command.name} reads')
     for evaluation in self.evaluations:
@@ -294,10 +299,12 @@ class Study:
   @property
   def terms(self) -> dict[str, str]:
     """What each claim says, by sentence; recorded at the first start."""
+    floors = [self.evaluation_for(x).floors for x in self.claims]
     return {
-      x.sentence: f'{x.direction} by {x.smallest}{", primary" * x.primary}:'
-      f' {x.metric} of {", ".join(x.contrast)}, {self.planned_seeds(x)} seeds'
-      for x in self.claims
+      x.sentence: f'{x.direction} by {x.smallest}{", primary" * x.primary}'
+      f'{", paired" * x.paired}: {x.metric} of {", ".join(x.contrast)},'
+      f' {self.planned_seeds(x)} seeds, floor {floor.get(x.metric)}'
+      for x, floor in zip(self.claims, floors, strict=True)
     }
 
   def seeds_of(self, name: str) -> tuple[int, ...]:

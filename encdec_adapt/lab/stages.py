@@ -106,8 +106,8 @@ def resolve(study: pages.Study) -> dict[str, Stage]:
 
 def architectures(resolved: Mapping[str, Stage]) -> dict[str, str]:
   """Returns the architecture of trained models, by the name of their arm."""
-  kinds = {x.model: x.values.get('model.kind') for x in resolved.values()}
-  return {name: kind for name, kind in kinds.items() if kind}
+  trained = [x for x in resolved.values() if x.values]
+  return {x.model: x.values['model.kind'] for x in trained}
 
 
 class _Resolver:
@@ -277,6 +277,8 @@ class _Resolver:
     values = _changed(stage.values)
     values.pop(_RATE, None)
     content = {'rates': rate.values, 'extra': rate.extra, 'config': values}
+    if rate.metric != pages.Rate.metric:
+      content['metric'] = rate.metric
     arguments = [
       x for x in stage.arguments if not x.startswith(f'--config.{_RATE}=')
     ]

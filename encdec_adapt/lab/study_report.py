@@ -50,8 +50,9 @@ _LEVELS = (
   ' verdicts; other claims have 95 % intervals and no verdict.'
 )
 _RATES = (
-  'Every third group is the development part. Learning rates are chosen there,'
-  ' with a seed of their own. Not every model has one of its own: arms that'
+  'Every third group is the development part. Learning rates are chosen there'
+  ' (where models learn from samples, on held-out samples), with a seed of'
+  ' their own. Not every model has one of its own: arms that'
   ' differ in objective, teacher, initialisation of cross-attention or warm-up,'
   ' or in the model that tuning starts from, may share one.'
 )
@@ -595,7 +596,7 @@ def _rate(rate: pages.Rate, found: Mapping[str, float]) -> str:
   listed = ', '.join(f'{k}: {numbers.loss(x)}' for k, x in found.items())
   text = (
     f'{rate.name}: the best learning rate is {best} ({rate.metric} on'
-    f' development rows: {listed})'
+    f' rows that reports leave out: {listed})'
   )
   if edge:
     text += f', the {edge[0]} tried: a {edge[1]} one may be better'

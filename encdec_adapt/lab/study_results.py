@@ -155,6 +155,12 @@ def store(content: collected.Collected, states: stage_states.States) -> None:
           f' study {study.name}: they were edited. Remove'
           f' {folder.parent / "stages" / folder.name}, to use the stored ones.'
         )
+  if paths.at(study.results).exists():
+    # Of stages that are not finished here, such as with another Python.
+    _, kept = stored_results.read(study.results)
+    results |= {
+      k: x for k, x in kept.items() if k in states.stages.keys() - results
+    }
   facts = {'study': study.name, 'claims': states.terms}
   if results:
     stored_results.write(study.results, facts, results)
@@ -176,7 +182,9 @@ def _stored(
     # Keys of training are those of the page; the ledger has folders.
     facts['values'] = {} if stage.values else run.values
     facts['summary'] = {k: x for k, x in run.summary.items() if k != 'ledger'}
-  rows = [row for _, x in entries for row in stored_results.rows(x)]
+  # The newest of each metric, as in reports.
+  newest = {(x.task, x.metric): x for _, x in entries}.values()
+  rows = [row for x in newest for row in stored_results.rows(x)]
   return stored_results.Stored(facts, rows)
 
 

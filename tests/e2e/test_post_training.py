@@ -45,7 +45,6 @@ def models(tmp_path_factory):
   flags = [f'--encoder={imported}', f'--output={runs / "tuned"}']
   assert tiny.convert('adapt', *flags) == 0
   shutil.copytree(runs / 'tuned', runs / 'quickstart' / 'adapted')
-  shutil.copytree(imported, runs / 'quickstart' / 'wide')
   return root
 
 
@@ -119,12 +118,23 @@ def test_functions_of_held_out_modules_are_held_out(monkeypatch):
 
 def test_every_stage_of_the_study_is_understood(models, monkeypatch):
   monkeypatch.chdir(models)
-  page = post_training_page.get_study('size=cpu,models=runs/quickstart')
+  page = post_training_page.get_study('size=cpu')
   resolved = stages.resolve(page)
   trained = {n: x for n, x in resolved.items() if x.module == 'train'}
-  rates = [name for name in trained if name.startswith('rate_')]
-  assert len(trained) - len(rates) == 8 * len(post_training_page.RUNS)
-  assert len(rates) == len(post_training_page.RUNS) - 2
+  rates = {x.name: x for x in page.rates}
+  runs = 8 * len(post_training_page.RUNS)
+  # And the models that all start from, as `adaptation` makes them.
+  started = stages.resolve(study.load('adaptation:size=cpu'))
+  for name in 'adapted', 'wide', 'rate_adapted', 'rate_wide':
+    assert trained[name].identity == started[name].identity
+  assert len(trained) - len(rates) == runs + 2
+  assert len(rates) == len(post_training_page.RUNS)
+  for name, rate in rates.items():
+    assert len(rate.values) == 3
+    is_policy = 'rloo' in name or 'grpo' in name
+    assert rate.metric == ('reward' if is_policy else 'loss')
+  for claim in page.claims:
+    assert claim.metric in page.evaluation_for(claim).floors
   assert set(trained['pair_rloo_model_seed1'].reads) == {
     *('pair_tuned_seed1', 'pair_reward_seed1', 'records_pair_rloo'),
     'rate_pair_rloo',
@@ -135,9 +145,11 @@ def test_every_stage_of_the_study_is_understood(models, monkeypatch):
   )
   assert resolved[records].reads == ('samples_seed1',)
   measured = [x for x in resolved if x.startswith('measured_')]
-  assert len(measured) == len(trained) - len(rates)
+  assert len(measured) == runs
   for stage in resolved.values():
-    values = dict.fromkeys((stage.name, *stage.reads), 'x')
+    if stage.module == 'convert':
+      continue  # Its subcommands parse flags.
+    values = dict.fromkeys((stage.name, *stage.reads), '1')
     study._parse(stage.module, [pages.fill(x, values) for x in stage.arguments])
 
 
@@ -155,9 +167,8 @@ def test_the_study(models, monkeypatch):
     ]
 
   monkeypatch.setattr(post_training_page, '_sample', sample_ended)
-  arg = 'size=smoke,models=runs/quickstart'
-  assert tiny.call(study, f'--study=post_training:{arg}') == 0
-  root = models / 'runs' / 'quickstart' / 'post_training_smoke'
+  assert tiny.call(study, '--study=post_training:size=smoke') == 0
+  root = models / 'runs' / 'studies' / 'post_training_smoke'
   page = (root / 'report.html').read_text()
   assert '<td>pair_tuned</td>' in page and 'functions greedy' in page
   assert '<h2>Rollouts</h2>' in page and 'alt="held-out margin"' in page

@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from encdec_adapt import study
 from encdec_adapt.base import errors
 from encdec_adapt.lab import pages, stage_states, stages, workers
 from encdec_adapt.telemetry import environment
@@ -188,6 +189,25 @@ def test_an_edit_runs_what_depends_on_it(page, edit, expected):
   assert run(edit(page))[:2] == (expected, 0)
   # The stages of the first page are still there.
   assert run(page)[0] == set()
+
+
+def test_a_rate_chosen_by_another_metric_is_another(page):
+  (rate,) = page.rates
+  other = dataclasses.replace(rate, metric='reward')
+  edited = dataclasses.replace(page, rates=(other,))
+  before, after = map(stages.resolve, (page, edited))
+  changed = {x for x in before if before[x].identity != after[x].identity}
+  assert changed >= {'rate', *SCRATCH}
+  with pytest.raises(errors.UserError, match="metric='accuracy'"):
+    other = dataclasses.replace(rate, metric='accuracy')
+    dataclasses.replace(page, rates=(other,))
+
+
+def test_architectures_are_those_of_trained_models():
+  resolved = stages.resolve(study.load('tuning:size=smoke'))
+  kinds = stages.architectures(resolved)
+  assert kinds['adapted_tuned'] == 'encoder_decoder'
+  assert kinds['base_tuned'] == 'decoder_only'
 
 
 def test_an_edit_of_the_text_runs_everything(page, tmp_path):

@@ -345,15 +345,16 @@ def test_write(tmp_path, bucket):
     ' - scratch: -0.500 (98.33 % interval -0.5'
   )
   assert (
-    'rate: the best learning rate is 0.003 (loss on development rows: 0.001:'
-    ' 3.250, 0.003: 3.125, 0.009: nan).'
+    'rate: the best learning rate is 0.003 (loss on rows that reports leave'
+    ' out: 0.001: 3.250, 0.003: 3.125, 0.009: nan).'
   ) in sentences
   assert (
     'best is adapted: of 2 it has the lowest held-out loss, 2.500.'
   ) in sentences
   assert (
-    'edge: the best learning rate is 0.003 (loss on development rows: 0.001:'
-    ' 3.250, 0.003: 3.125), the largest tried: a larger one may be better.'
+    'edge: the best learning rate is 0.003 (loss on rows that reports leave'
+    ' out: 0.001: 3.250, 0.003: 3.125), the largest tried: a larger one may'
+    ' be better.'
   ) in sentences
   assert (
     'loss: with the inputs of other examples the loss is higher by adapted'
