@@ -228,6 +228,12 @@ def test_a_study_without_its_runs_has_the_same_report(
   (cells,) = trained['claims']
   text = f'{cells["effect"]} ({cells["interval"]}) | {cells["verdict"]} |'
   assert text in (tmp_path / 'README.md').read_text()
+  # Stages of other text, or of another Python, are others; nothing is lost.
+  text = (tmp_path / 'lines.txt').read_text()
+  (tmp_path / 'lines.txt').write_text(f'{text}\none more')
+  assert tiny.call(study, '--study=page.py', '--report') == 0
+  assert (tmp_path / 'results' / 'small.csv').read_bytes() == stored
+  (tmp_path / 'lines.txt').write_text(text)
   # What another seed needs runs, and no rate is chosen again.
   capsys.readouterr()
   assert tiny.call(study, '--study=page.py:seeds', '--list', '--json') == 0
