@@ -6,7 +6,7 @@ its encoder, and a decoder-only model hardly uses the prefix. From `evaluation`,
 this module imports only `measures` and `results`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 import dataclasses
 import functools
 
@@ -120,6 +120,7 @@ class HeldOutEvaluation:
     scores.append(results_store.Score(TASK, TARGET_TOKENS, tokens, None, n))
     if isinstance(model.config.decoder.head, heads.Labels):
       scores += _label_scores(placement, model.params, read())
+      scores.append(_majority(placement, read(), groups))
     # Packed rows hold several pairs: no single prefix to swap.
     has_inputs = min(spec.lengths.encoder, spec.lengths.decoder) > 0
     if has_inputs and not spec.pack and count > 1:
@@ -174,12 +175,26 @@ def _label_scores(
   table = sum(map(np.int64, perplexity.outputs(run, stream, placement)))
   macro, micro = f1(table)
   n = int(table.sum())
-  majority = float(table.sum(axis=1).max() / n)
   return [
-    results_store.Score(TASK, 'majority', majority, None, n),
     results_store.Score(TASK, 'macro_f1', macro, None, n),
     results_store.Score(TASK, 'f1', micro, None, n),
   ]
+
+
+def _majority(
+  placement: state_lib.Placement,
+  stream: Iterator[framing.Batch],
+  groups: Sequence[str],
+) -> results_store.Score:
+  """Returns the accuracy of the most frequent label on every row."""
+  run = functools.partial(_label_counts, placement)
+  counts = np.concatenate([*perplexity.outputs(run, stream, placement)])
+  # Filler rows of the last batch have no labels.
+  counts = counts[counts.any(axis=1)].astype(np.float64)
+  right = counts[:, counts.sum(axis=0).argmax()]
+  return results_store.ratio_score(
+    TASK, 'majority', right, counts.sum(axis=1), groups
+  )
 
 
 def f1(table: Int[np.ndarray, 'K K']) -> tuple[float, float]:
@@ -198,6 +213,20 @@ def f1(table: Int[np.ndarray, 'K K']) -> tuple[float, float]:
   macro = float(np.mean(2 * right[occurs] / totals[occurs]))
   total = totals[1:].sum()
   return macro, float(2 * right[1:].sum() / total) if total else 0.0
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _label_counts(
+  placement: state_lib.Placement, batch: framing.Batch
+) -> jax.Array:
+  """Counts the true labels of every row, [rows, K]."""
+  labels = jnp.arange(placement.model.config.decoder.outputs)
+  is_label = batch['targets'][..., None] == labels
+  counts = jnp.sum(is_label & (batch['weights'] > 0)[..., None], axis=1)
+  # Every process gets the counts of all rows.
+  return jax.lax.with_sharding_constraint(
+    counts, placement_lib.replicated(placement.mesh)
+  )
 
 
 @functools.partial(jax.jit, static_argnums=0)
