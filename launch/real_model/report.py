@@ -1,0 +1,262 @@
+"""Comparisons of what a run has brought back: OUTPUT/report.json and .md.
+
+Written down before any run: primary 1 is the pair minus the source trained on,
+in nats per target token on the repository's own pages and code, over files;
+what matters is .02. Primary 2 is ROUGE-L of the pair minus the decoder, both
+tuned alike, in points over papers; what matters is 1. The baseline is always
+the source trained on, never the source: further training heals quantisation.
+One run of each: intervals are over documents, and there is no verdict.
+"""
+
+from collections.abc import Mapping, Sequence
+import dataclasses
+import json
+from typing import Any
+
+import numpy as np
+
+from launch import commands
+from launch.real_model import plan
+
+PRIMARY = {'own': 0.02, 'summaries': 1.0}
+
+
+def report(size: plan.Size, folders: plan.Folders) -> None:
+  """Writes and prints the comparisons.
+
+  Raises:
+    LaunchError: the results or the manifest are missing.
+  """
+  path = folders.output / 'parts.jsonl'
+  last = folders.copy(size.parts + 1) / 'manifest.json'
+  for file in (path, last):
+    if not file.is_file():
+      raise commands.LaunchError(
+        f'{file} is missing; '
+        + ('copy the output of `run` here.' if file == path else 'run prepare.')
+      )
+  parts = {}
+  for line in path.read_text().splitlines():
+    part = json.loads(line)
+    parts.setdefault(part['part'], []).append(part)
+  content = compare(parts, plan.read_json(last), size)
+  text = json.dumps(content, indent=2)
+  (folders.output / 'report.json').write_text(f'{text}\n')
+  page = describe(content)
+  (folders.output / 'report.md').write_text(page)
+  print(page)
+
+
+def compare(
+  parts: Mapping[str, Sequence[Mapping[str, Any]]],
+  manifest: Mapping[str, Any],
+  size: plan.Size,
+) -> dict[str, Any]:
+  """Returns the content of the report.
+
+  Args:
+    parts: lines of the results by name of the part.
+    manifest: manifest of the last copy.
+    size: sizes of the run.
+  """
+  latest = {name: lines[-1] for name, lines in parts.items()}
+  encoder, decoder = size.lengths
+  scores = {
+    name: _scores(latest.get(name, {})) for name in ('source_scores', 'scores')
+  }
+  text = scores['scores']
+  rows, inputs, levels = [], [], []
+  for name in plan.HELD_OUT:
+    both = [_of(text.get(arm, {}), 'loss', name) for arm in plan.ARMS]
+    if all(both):
+      rows.append(_row(name, *both))
+    for arm, models in (
+      ('source', scores['source_scores']),
+      *((x, text) for x in plan.ARMS),
+    ):
+      own = _of(models.get(arm, {}), 'loss', name)
+      other = _of(models.get(arm, {}), 'loss_shuffled_prefix', name)
+      if own:
+        levels.append({'text': name, 'model': arm, 'loss': own.value})
+      if own and other:
+        inputs.append({'model': arm, **_row(name, other, own)})
+  for task in plan.TASKS:
+    answers = [
+      _scores(latest.get(f'{arm}_{task}_answers', {})).get(f'{arm}_{task}', {})
+      for arm in plan.ARMS
+    ]
+    metric = 'rougeL' if task == 'summaries' else 'chrf'
+    both = [x.get(metric) for x in answers]
+    if all(both):
+      if task == 'translation':
+        both = [_by_document(x, manifest['documents']) for x in both]
+      rows.append(_row(task, *both, scale=100 if metric == 'rougeL' else 1))
+  return {
+    'commit': manifest['commit'],
+    'model': 'a rehearsal with the shipped decoder'
+    if size.is_rehearsal
+    else 'Gemma 3 270M, dequantised Q4_K_M',
+    'card': latest.get('source', {}).get('card'),
+    'rates': manifest['rates'],
+    'differences': rows,
+    'losses': levels,
+    'other_inputs': inputs,
+    'floors': manifest['floors'],
+    'means': {name: x['means'] for name, x in latest.items() if 'means' in x},
+    'curves': {
+      arm: [
+        {
+          'tokens': x['step'] * size.rows * (encoder + decoder),
+          'FLOPs': x['step'] * manifest['flops'][arm],
+          'loss': x['loss'],
+        }
+        for x in latest.get(arm, {}).get('evaluations', ())
+      ]
+      for arm in plan.ARMS
+    },
+    'parts': [
+      {k: x.get(k) for k in ('part', 'state', 'seconds', 'limit', 'reason')}
+      | {k: x.get(k) for k in ('steps', 'step_seconds', 'mfu')}
+      for lines in parts.values()
+      for x in lines
+    ],
+  }
+
+
+def _scores(part: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+  """Returns the scores of a part by model and metric."""
+  from encdec_adapt.evaluation.results import results_store
+
+  models: dict[str, dict[str, Any]] = {}
+  for fields in part.get('scores', ()):
+    score = results_store.Score(
+      *(fields[x] for x in ('task', 'metric', 'value', 'stderr', 'n')),
+      *(
+        tuple(fields.get(x, ()))
+        for x in ('scores', 'weights', 'groups', 'statistics')
+      ),
+    )
+    name = fields['run'].rstrip('/').rpartition('/')[2]
+    models.setdefault(name, {})[score.metric] = score
+  return models
+
+
+def _of(scores: Mapping[str, Any], metric: str, text: str) -> Any:
+  """Returns a score on the rows of a held-out text; None without any."""
+  from encdec_adapt.evaluation.results import results_store
+
+  score = scores.get(metric)
+  # A document's id begins with its file.
+  index = [
+    i
+    for i, group in enumerate(score.groups if score else ())
+    if group.startswith(f'{text}.jsonl')
+  ]
+  if not index:
+    return None
+  weights = np.array(score.weights or [1.0] * score.n)
+  # The scores of a ratio are linearised, see `results_store.ratio_score`.
+  numerators = np.subtract(score.scores, score.value) * weights.mean()
+  numerators += score.value * weights
+  return results_store.ratio_score(
+    text,
+    metric,
+    numerators[index],
+    weights[index],
+    [score.groups[i] for i in index],
+  )
+
+
+def _by_document(score: Any, documents: Sequence[str]) -> Any:
+  """Returns a corpus score whose examples are documents."""
+  names = documents[: score.n]
+  sums = {}
+  for name, statistics in zip(names, score.statistics, strict=True):
+    sums[name] = np.add(sums.get(name, 0), statistics)
+  # Resampled by their statistics; the examples' values are not read.
+  return dataclasses.replace(
+    score,
+    n=len(sums),
+    scores=(score.value,) * len(sums),
+    statistics=tuple(tuple(map(int, x)) for x in sums.values()),
+  )
+
+
+def _row(
+  name: str, pair: Any, decoder: Any, scale: float = 1
+) -> dict[str, Any]:
+  """Returns the difference of two scores, pair minus decoder."""
+  from encdec_adapt.evaluation.results import comparisons
+
+  row = {
+    'text': name,
+    'metric': pair.metric,
+    'first': scale * pair.value,
+    'second': scale * decoder.value,
+    'difference': scale * (pair.value - decoder.value),
+    'matters': PRIMARY.get(name),
+    'n': pair.n,
+  }
+  if found := comparisons.compare([decoder], [pair]):
+    row |= {'low': scale * found.low, 'high': scale * found.high}
+    row['over'] = found.units
+  return row
+
+
+def describe(content: Mapping[str, Any]) -> str:
+  """Returns the report as a page."""
+  lines = [
+    f'{content["model"]}, on {content["card"]}, at {content["commit"][:12]}. One'
+    ' run: intervals are over documents, and there is no verdict.',
+    '',
+    '| text | metric | pair | source trained on | difference | 95 % | over |'
+    ' matters from |',
+    '|---|---|---|---|---|---|---|---|',
+    *map(_line, content['differences']),
+    '',
+    f'Floors, ROUGE-L: {_values(content["floors"], 100)}.',
+    '',
+    '| text | model | loss | with other inputs | difference | 95 % |',
+    '|---|---|---|---|---|---|',
+  ]
+  lines += [
+    f'| {x["text"]} | {x["model"]} | {x["second"]:.3f} | {x["first"]:.3f} |'
+    f' {x["difference"]:+.3f} | {_bounds(x)} |'
+    for x in content['other_inputs']
+  ]
+  lines += ['', '| model | held-out loss by M tokens read |', '|---|---|']
+  for arm, curve in content['curves'].items():
+    points = (f'{x["tokens"] / 1e6:.2f}: {x["loss"]:.3f}' for x in curve)
+    lines.append(f'| {arm} | {", ".join(points)} |')
+  lines += [
+    '',
+    '| part | state | s | of | steps | s a step | MFU |',
+    '|---' * 7 + '|',
+  ]
+  lines += [
+    f'| {x["part"]} | {x["state"]} | {x["seconds"]} | {x["limit"]} |'
+    f' {x["steps"] or ""} | {_number(x["step_seconds"])} |'
+    f' {_number(x["mfu"])} |'
+    for x in content['parts']
+  ]
+  return '\n'.join(lines) + '\n'
+
+
+def _line(row: Mapping[str, Any]) -> str:
+  return (
+    f'| {row["text"]} | {row["metric"]} | {row["first"]:.3f} |'
+    f' {row["second"]:.3f} | {row["difference"]:+.3f} | {_bounds(row)} |'
+    f' {row.get("over", "")} | {row["matters"] or ""} |'
+  )
+
+
+def _bounds(row: Mapping[str, Any]) -> str:
+  return f'{row["low"]:+.3f} to {row["high"]:+.3f}' if 'low' in row else ''
+
+
+def _values(values: Mapping[str, float], scale: float) -> str:
+  return ', '.join(f'{name} {scale * x:.1f}' for name, x in values.items())
+
+
+def _number(value: float | None) -> str:
+  return '' if value is None else f'{value:.3g}'
