@@ -206,8 +206,8 @@ def _row(
 def describe(content: Mapping[str, Any]) -> str:
   """Returns the report as a page."""
   lines = [
-    f'{content["model"]}, on {content["card"]}, at {content["commit"][:12]}. One'
-    ' run: intervals are over documents, and there is no verdict.',
+    f'{content["model"]}, on {content["card"]}, at {content["commit"][:12]}.'
+    ' One run: intervals are over documents, and there is no verdict.',
     '',
     '| text | metric | pair | source trained on | difference | 95 % | over |'
     ' matters from |',
