@@ -1,6 +1,8 @@
 """`train --print_config` and `--dry_run`, which run no job."""
 
 import functools
+import json
+import math
 import re
 
 import pytest
@@ -43,6 +45,50 @@ def test_dry_run_counts_the_parameters_of_a_released_pair(capsys):
   assert 'decoder/blocks/layer_0/cross_attention/key' in shown
   assert 'sources: a does not exist' in shown
   assert 'without activations' in shown
+
+
+def _gemma3_270m(folder):
+  """Writes config.json and the header of the weights, whose data are a hole."""
+  config = {'architectures': ['Gemma3ForCausalLM'], 'model_type': 'gemma3_text'}
+  config |= {'vocab_size': 262144, 'hidden_size': 640, 'head_dim': 256}
+  config |= {'num_attention_heads': 4, 'num_key_value_heads': 1}
+  config |= {'intermediate_size': 2048, 'num_hidden_layers': 18}
+  config['sliding_window'] = 512
+  (folder / 'config.json').write_text(json.dumps(config))
+  shapes = {'embed_tokens': (262144, 640), 'norm': (640,)}
+  norms = 'input_layernorm', 'post_attention_layernorm'
+  norms += 'pre_feedforward_layernorm', 'post_feedforward_layernorm'
+  for i in range(18):
+    layer = {**dict.fromkeys(norms, (640,)), 'mlp.down_proj': (640, 2048)}
+    layer |= dict.fromkeys(('mlp.gate_proj', 'mlp.up_proj'), (2048, 640))
+    layer |= {'self_attn.q_proj': (1024, 640), 'self_attn.o_proj': (640, 1024)}
+    heads = {'k_proj': (256, 640), 'v_proj': (256, 640)}
+    heads |= {'q_norm': (256,), 'k_norm': (256,)}
+    layer |= {f'self_attn.{name}': shape for name, shape in heads.items()}
+    shapes |= {f'layers.{i}.{name}': shape for name, shape in layer.items()}
+  header, end = {}, 0
+  for name, shape in shapes.items():
+    start, end = end, end + 2 * math.prod(shape)
+    header[f'model.{name}.weight'] = {
+      **{'dtype': 'BF16', 'shape': shape, 'data_offsets': [start, end]},
+    }
+  text = json.dumps(header).encode()
+  with open(folder / 'model.safetensors', 'wb') as file:
+    file.write(len(text).to_bytes(8, 'little') + text)
+    file.truncate(8 + len(text) + end)
+
+
+def test_the_page_of_gemma3_270m_has_the_numbers_of_its_pairs(capsys, tmp_path):
+  _gemma3_270m(tmp_path)
+  page = (tiny.ROOT / 'configs' / 'gemma3_270m.md').read_text()
+  for target in ('', ',target=t5gemma2'):
+    config = f'--config=gemma3_270m:source={tmp_path}{target}'
+    assert _train(config, '--dry_run') == 0
+    shown = capsys.readouterr().out
+    count = re.search(r'^together: ([\d,]+) parameters', shown, re.M)[1]
+    step = r'64 rows of 512 \+ 512 tokens, ([\d.]+e)\+(\d+) model FLOPs'
+    flops = ''.join(re.search(step, shown).groups())
+    assert f' {count} | {flops} |' in page
 
 
 _DPO = (
