@@ -3,8 +3,8 @@
 # compares it with its source trained on (configs/gemma3_270m.md):
 #
 #   bash launch/real_model.sh prepare    here, two cores: makes and packs all
-#   bash launch/real_model.sh rates      here: tries learning rates (an hour);
-#                                        `prepare` then packs them
+#   bash launch/real_model.sh rates      here: tries learning rates (hours) and
+#                                        writes them into the last copy
 #   bash launch/real_model.sh run        there: all parts, one after the other
 #   bash launch/real_model.sh report     here: compares what came back
 #

@@ -183,11 +183,11 @@ def run(size: plan.Size, folders: plan.Folders) -> None:
     )
   _score(job, 'source_scores', ['source'], limits['source_scores'])
 
-  planned = size.steps
+  planned = job.manifest['steps']
   slow = functools.partial(slow_step, card / 'pair', size.slow)
   state = _train(job, 'pair', planned, size.every, stop=slow)
   if state == 'restarted':
-    planned = size.fewer_steps
+    planned = min(size.fewer_steps, planned)
     shutil.rmtree(card / 'pair')
     state = _train(job, 'pair', planned, size.every)
   done = last_step(card / 'pair') if state == 'not finished' else planned

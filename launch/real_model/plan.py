@@ -27,7 +27,7 @@ class Size:
     lengths: tokens of a row of text that encoder and decoder read.
     rows: rows of a step.
     held_out: held-out rows of each text.
-    steps: steps of the pair.
+    steps: steps of the pair; fewer if one pass has fewer.
     fewer_steps: steps of the pair on a slow card.
     slow: seconds of a step above which a card is slow.
     warmup: warm-up steps.

@@ -81,9 +81,11 @@ def prepare(size: plan.Size, folders: plan.Folders, data: pathlib.Path) -> None:
         f'--config.data.folder={folders.root}/{task}/records',
       ]
     )
+  records = plan.read_json(folders.records / 'train' / 'manifest.json')
   manifest = {
     'folder': str(folders.root),
     'commit': _commit(),
+    'steps': min(size.steps, records['totals']['rows'] // size.rows),
     'weights': weights.split(
       file, [folders.copy(i + 1) for i in range(size.parts)]
     ),
@@ -330,10 +332,8 @@ def try_rates(size: plan.Size, folders: plan.Folders) -> None:
   Raises:
     LaunchError: the texts are missing, or a command failed.
   """
-  if not (folders.texts / 'train.jsonl').is_file():
-    raise commands.LaunchError(
-      f'{folders.texts} is missing; run prepare first.'
-    )
+  if not (folders.copy(size.parts + 1) / 'manifest.json').is_file():
+    raise commands.LaunchError(f'{folders.copies} is missing; prepare first.')
   steps, rows, length = size.trial
   records = [
     *plan.text_flags(size, str(folders.texts), plan.HELD_OUT[:2]),
@@ -371,7 +371,11 @@ def try_rates(size: plan.Size, folders: plan.Folders) -> None:
       # At once: an interrupted command has what is finished.
       text = json.dumps(losses, indent=2)
       (folders.trials / 'rates.json').write_text(f'{text}\n')
-  print(f'held-out losses by rate: {losses}')
+  path = folders.copy(size.parts + 1) / 'manifest.json'
+  manifest = plan.read_json(path)
+  manifest['rates'] = chosen_rates(size, folders)
+  path.write_text(f'{json.dumps(manifest, indent=2)}\n')
+  print(f'held-out losses by rate: {losses}; {path} has the best of each arm')
 
 
 def chosen_rates(size: plan.Size, folders: plan.Folders) -> dict[str, Any]:

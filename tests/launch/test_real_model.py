@@ -206,7 +206,7 @@ def _bash(*arguments):
 def test_missing_data_and_copies_are_named(tmp_path):
   for verb, message in (
     ('prepare', 'is not a folder; name the one'),
-    ('rates', 'run prepare first'),
+    ('rates', 'copies is missing; prepare first'),
     ('run', 'copies/6 is not on this machine'),
     ('report', 'copy the output of `run` here'),
   ):
