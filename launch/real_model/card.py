@@ -59,10 +59,11 @@ class Run:
       folder.mkdir(parents=True, exist_ok=True)
     for name in ('parts.jsonl', 'log.txt'):
       (folders.output / name).unlink(missing_ok=True)
-    site = folders.card / 'site'
+    path = [(folders.card / 'site').absolute(), plan.ROOT]
+    path += filter(None, [os.environ.get('PYTHONPATH')])
     self._environment = {
       **os.environ,
-      'PYTHONPATH': f'{site.absolute()}:{plan.ROOT}',
+      'PYTHONPATH': ':'.join(map(str, path)),
       'PYTHONUNBUFFERED': '1',
       'JAX_PLATFORMS': 'cpu' if size.is_rehearsal else 'cuda',
       'XLA_PYTHON_CLIENT_MEM_FRACTION': '.9',
