@@ -106,7 +106,7 @@ def test_a_pair_trains_and_comes_back(folder, target, tmp_path):
     'evaluation.loss': 0,
     'evaluation.samples': 0,
     'train.steps': 1,
-    'train.batch_size': 1,
+    'train.batch_size': 8,  # A row for each simulated device.
     'train.trackers': '()',
     'optimizer.kind': 'adafactor',
     'optimizer.warmup_steps': 1,
