@@ -14,7 +14,7 @@
 # part that meets its deadline gets SIGTERM and is marked "not finished".
 #
 #   --folder=FOLDER  of everything made, the same here and there
-#                    (runs/real_model)
+#                    (runs/real_model); what is finished is kept
 #   --output=OUTPUT  of the results (FOLDER/output)
 #   --data=FOLDER    of the data sets that `prepare` reads (../shared/data)
 #   --rehearsal      the shipped decoder in Gemma's place, small sizes, CPUs,

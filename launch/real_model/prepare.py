@@ -61,7 +61,10 @@ def prepare(size: plan.Size, folders: plan.Folders, data: pathlib.Path) -> None:
       ' pretrain_classic_books, pairs_scitldr, ..'
     )
   file = _weights_file(size, source)
-  write_texts(size, folders.texts, data)
+  # The repository's own text changes with every commit, and finished records
+  # with it would be refused.
+  if not (folders.texts / f'{plan.HELD_OUT[-1]}.jsonl').exists():
+    write_texts(size, folders.texts, data)
   tests = {
     'summaries': write_summaries(folders.root, data),
     'translation': write_translation(folders.root, data),
@@ -154,7 +157,6 @@ def write_texts(
     )
     yield from _python()
 
-  folder.mkdir(parents=True, exist_ok=True)
   for name, texts in (
     ('train', training()),
     ('books', _files(held_out)),
@@ -207,9 +209,11 @@ def _capped(texts: Iterable[str], most: int) -> Iterator[str]:
 
 def _write_lines(path: pathlib.Path, rows: Iterable[Any]) -> None:
   path.parent.mkdir(parents=True, exist_ok=True)
-  with open(path, 'w', encoding='utf-8') as file:
+  draft = path.with_suffix('.tmp')
+  with open(draft, 'w', encoding='utf-8') as file:
     for row in rows:
       print(json.dumps(row, ensure_ascii=False), file=file)
+  draft.rename(path)
 
 
 # -- Tasks ---------------------------------------------------------------------

@@ -122,4 +122,4 @@ def test_a_pair_trains_and_comes_back(folder, target, tmp_path):
   if target:
     names = json.loads((exported / 'config.json').read_text())['architectures']
     assert names == ['T5Gemma2ForConditionalGeneration']
-    assert tiny.convert(*verify, '--with=transformers', '--tolerance=1e-2') == 0
+    assert tiny.convert(*verify, '--with=transformers', '--tolerance=2e-3') == 0
