@@ -9,12 +9,12 @@ cross-attention has to be drawn, with 0, 1, 5 and 25 % of the steps for
 cross-attention alone (at cpu 0, 1, 6 and 32 steps, too few for verdicts). The
 paper's K = 1000 and 5000 are .5 and 2.6 % of its steps.
 
-Not controlled: the pair behind a closed gain and that with a quarter of the
-steps share the rates of copied and of warmup_1; the unbalanced pair has a
-smaller decoder from another source, and thus fewer parameters than the balanced
-one; at pod a larger encoder, as in the paper. The paper's K was tried with UL2
-and without a teacher; here all arms have PrefixLM and a teacher. `cpu` takes an
-hour on two cores.
+Not controlled: the pair behind a closed gain shares the rate of copied, at cpu
+unbalanced pairs that of warmup_1; the unbalanced pair has a smaller decoder
+from another source, and thus fewer parameters than the balanced one; at pod a
+larger encoder, as in the paper. The paper's K was tried with UL2 and without a
+teacher; here all arms have PrefixLM and a teacher. `cpu` takes an hour on two
+cores.
 """
 
 from encdec_adapt.configs.studies import shared
