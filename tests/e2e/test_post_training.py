@@ -170,6 +170,6 @@ def test_the_study(models, monkeypatch):
   assert tiny.call(study, '--study=post_training:size=smoke') == 0
   root = models / 'runs' / 'studies' / 'post_training_smoke'
   page = (root / 'report.html').read_text()
-  assert '<td>pair_tuned</td>' in page and 'functions greedy' in page
+  assert 'functions/greedy_of_others' in page and 'pair_reward' in page
   assert '<h2>Rollouts</h2>' in page and 'alt="held-out margin"' in page
   assert 'alt="held-out kl"' in page
