@@ -59,6 +59,7 @@ class Run:
       folder.mkdir(parents=True, exist_ok=True)
     for name in ('parts.jsonl', 'log.txt'):
       (folders.output / name).unlink(missing_ok=True)
+    self.failed: list[str] = []
     path = [(folders.card / 'site').absolute(), plan.ROOT]
     path += filter(None, [os.environ.get('PYTHONPATH')])
     self._environment = {
@@ -118,6 +119,7 @@ class Run:
           state = 'restarted'
         elif process.poll() is not None:
           state = 'failed' if process.returncode else 'finished'
+          self.failed += [name] * (state == 'failed')
       finally:
         # Also at a SIGTERM of the whole run.
         _end(process)
@@ -168,7 +170,7 @@ def run(size: plan.Size, folders: plan.Folders) -> None:
   """Runs all parts.
 
   Raises:
-    LaunchError: a copy is missing or damaged.
+    LaunchError: a copy is missing or damaged, or a part failed.
   """
   # The part that runs then is ended and written, see `Run.part`.
   signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
@@ -204,6 +206,11 @@ def run(size: plan.Size, folders: plan.Folders) -> None:
     for arm in plan.ARMS:
       _tune(job, task, arm)
   print(f'{folders.output} has the results.')
+  if job.failed:
+    raise commands.LaunchError(
+      f'{", ".join(job.failed)} failed; {folders.output / "log.txt"} has the'
+      ' errors.'
+    )
 
 
 def unpack(size: plan.Size, folders: plan.Folders) -> None:
