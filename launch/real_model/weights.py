@@ -47,7 +47,7 @@ def split(path: pathlib.Path, parts: list[pathlib.Path]) -> dict[str, Any]:
   """Divides a file into parts of equal size, one in each folder.
 
   Returns:
-    Name, bytes and SHA-256 of the file, and of each part.
+    Name of the file, and bytes and SHA-256 of each part.
   """
   data = path.read_bytes()
   size = -(-len(data) // len(parts))
@@ -58,18 +58,13 @@ def split(path: pathlib.Path, parts: list[pathlib.Path]) -> dict[str, Any]:
     folder.mkdir(parents=True)
     part.write_bytes(data[number * size : (number + 1) * size])
     entries.append({'bytes': part.stat().st_size, 'sha256': digest(part)})
-  return {
-    'name': path.name,
-    'bytes': len(data),
-    'sha256': hashlib.sha256(data).hexdigest(),
-    'parts': entries,
-  }
+  return {'name': path.name, 'parts': entries}
 
 
 def join(
   expected: Mapping[str, Any], parts: list[pathlib.Path], output: pathlib.Path
 ) -> pathlib.Path:
-  """Joins the parts of a file and compares its checksum.
+  """Compares the checksums of the parts of a file and joins them.
 
   Args:
     expected: result of `split`.
@@ -99,11 +94,6 @@ def join(
   with open(path, 'wb') as file:
     for folder in parts:
       file.write((folder / PART).read_bytes())
-  if digest(path) != expected['sha256']:
-    raise commands.LaunchError(
-      f'{path} does not have the SHA-256 {expected["sha256"][:12]} of the'
-      ' weights that were prepared; run `prepare` again and copy all parts.'
-    )
   return path
 
 
@@ -112,21 +102,14 @@ def from_gguf(path: pathlib.Path, folder: pathlib.Path) -> None:
 
   Args:
     path: the GGUF file.
-    folder: folder with the config.json of the model.
-
-  Raises:
-    LaunchError: the file is of a model of another size than config.json.
+    folder: folder of the model.
   """
   import gguf
   from safetensors import numpy as safetensors
 
-  tensors = gguf.GGUFReader(str(path)).tensors
-  names = [name_of(tensor.name) for tensor in tensors]
-  # Dimensions in a GGUF are from the fastest to the slowest.
-  shapes = [tuple(int(x) for x in reversed(t.shape)) for t in tensors]
-  check_shapes(path, dict(zip(names, shapes, strict=True)), folder / CONFIG)
   arrays = {}
-  for name, tensor in zip(names, tensors, strict=True):
+  for tensor in gguf.GGUFReader(str(path)).tensors:
+    name = name_of(tensor.name)
     values = gguf.dequantize(tensor.data, tensor.tensor_type)
     values = np.asarray(values, np.float32)
     # Norms of Gemma are 1 + w in a GGUF.
