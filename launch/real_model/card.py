@@ -3,11 +3,12 @@
 Every part is a process. At its end a line goes to OUTPUT/parts.jsonl: `part`,
 `state`, `seconds`, `limit`, and its scores and curves. `state` is 'finished';
 'not finished' (SIGTERM at the deadline, or of the whole run); 'failed', with
-the exit status; 'restarted' (slow steps); or 'dropped', for lack of time or of
-what an earlier part should have made. OUTPUT/log.txt has what processes print.
+the exit status; 'restarted' (slow steps); or 'dropped': no time is left, or an
+earlier part failed. OUTPUT/log.txt has what processes print.
 
-What is dropped first: translation, then the control's evaluations between the
-first and the last step, never the control.
+If time is short, the run drops translation first, then summaries, then the
+control's evaluations between the first and the last step, never the control:
+the pair leaves it and the scores their time.
 
 This module imports nothing of the package.
 """
@@ -28,11 +29,14 @@ from typing import Any
 from launch import commands
 from launch.real_model import plan, weights
 
-_GRACE = 15.0  # Seconds after SIGTERM: a job saves.
+_GRACE = 15.0  # Seconds between SIGTERM and SIGKILL.
+_SAVING = 45.0  # The same for a job on text, which saves 6.8 GB.
 _LEAST = 5.0  # Seconds for a part to be worth starting.
 _FIRST = 20  # Steps whose time tells whether a card is slow.
 # Metrics that come back with the values of single examples.
-_METRICS = ('loss', 'loss_shuffled_prefix', 'rougeL', 'chrf', 'cut_short')
+_METRICS = ('loss', 'loss_shuffled_prefix', 'rougeL', 'chrf')
+# Fields of the manifest that come back, so that the report is of this run.
+_FIELDS = ('commit', 'rates', 'flops', 'files', 'floors', 'documents')
 
 Results = Callable[[], Mapping[str, Any]]
 
@@ -60,20 +64,21 @@ class Run:
     for name in ('parts.jsonl', 'log.txt'):
       (folders.output / name).unlink(missing_ok=True)
     self.failed: list[str] = []
-    path = [(folders.card / 'site').absolute(), plan.ROOT]
-    path += filter(None, [os.environ.get('PYTHONPATH')])
+    imports = [(folders.card / 'site').absolute(), plan.ROOT]
+    imports += filter(None, [os.environ.get('PYTHONPATH')])
     self._environment = {
       **os.environ,
-      'PYTHONPATH': ':'.join(map(str, path)),
+      'PYTHONPATH': ':'.join(map(str, imports)),
+      'JAX_COMPILATION_CACHE_DIR': str((folders.card / 'compiled').absolute()),
       'PYTHONUNBUFFERED': '1',
       'JAX_PLATFORMS': 'cpu' if size.is_rehearsal else 'cuda',
       'XLA_PYTHON_CLIENT_MEM_FRACTION': '.9',
     }
 
   @property
-  def left(self) -> float:
-    """Seconds until the end of the run, less those of a stop."""
-    return self.size.end - _GRACE - (time.monotonic() - self._start)
+  def seconds_left(self) -> float:
+    """Seconds until the end of the run."""
+    return self.size.end - (time.monotonic() - self._start)
 
   def part(
     self,
@@ -82,20 +87,22 @@ class Run:
     limit: float,
     results: Results,
     stop: Callable[[], float] | None = None,
+    grace: float = _GRACE,
   ) -> str:
     """Runs a part to its end or deadline and writes its line.
 
     Args:
       name: name of the part.
       command: its process.
-      limit: seconds; fewer if the run has fewer left.
+      limit: seconds to SIGTERM; fewer if the run has fewer left.
       results: returns what comes back, also of a part that is not finished.
       stop: returns the seconds of a step that is too slow, else 0.
+      grace: seconds between SIGTERM and SIGKILL.
 
     Returns:
       The state.
     """
-    limit = min(limit, self.left)
+    limit = min(limit, self.seconds_left - grace)
     if limit < _LEAST:
       return self.drop(name, f'{max(limit, 0):.0f} s are left')
     began, state, slow = time.monotonic(), 'not finished', 0.0
@@ -122,7 +129,7 @@ class Run:
           self.failed += [name] * (state == 'failed')
       finally:
         # Also at a SIGTERM of the whole run.
-        _end(process)
+        _end(process, grace)
         line = {'status': process.returncode, **_safe(results)}
         if slow:
           line['step_seconds'] = slow
@@ -134,9 +141,9 @@ class Run:
     self._write(name, 'dropped', 0, 0, {'reason': reason})
     return 'dropped'
 
-  def _write(self, name, state, seconds, limit, more):
+  def _write(self, name, state, seconds, limit, fields):
     line = {'part': name, 'state': state, 'seconds': round(seconds, 1)}
-    line |= {'limit': round(limit, 1), **more}
+    line |= {'limit': round(limit, 1), **fields}
     with open(self.folders.output / 'parts.jsonl', 'a') as file:
       file.write(json.dumps(line) + '\n')
       file.flush()
@@ -144,12 +151,12 @@ class Run:
     print(f'{name}: {state}, {seconds:.0f} of {limit:.0f} s', flush=True)
 
 
-def _end(process: subprocess.Popen) -> None:
+def _end(process: subprocess.Popen, grace: float) -> None:
   """Ends a process with SIGTERM, after the grace with SIGKILL."""
   if process.poll() is None:
     process.send_signal(signal.SIGTERM)
     try:
-      process.wait(_GRACE)
+      process.wait(grace)
     except subprocess.TimeoutExpired:
       process.kill()
   process.wait()
@@ -159,7 +166,7 @@ def _safe(results: Results) -> Mapping[str, Any]:
   """Returns results; of a part that ended too early there may be none."""
   try:
     return results()
-  except (OSError, ValueError, KeyError) as error:
+  except Exception as error:  # The line of the part must be written.
     return {'results': f'{type(error).__name__}: {error}'}
 
 
@@ -176,35 +183,35 @@ def run(size: plan.Size, folders: plan.Folders) -> None:
   signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
   job = Run(size, folders)
   card, limits = folders.card, size.limits
-  more = ['--rehearsal'] if size.is_rehearsal else []
-  source = [sys.executable, '-m', 'launch.real_model', 'source', *more]
-  source += [f'--folder={folders.root}']
-  if job.part('source', source, limits['source'], _machine) != 'finished':
+  command = [sys.executable, '-m', 'launch.real_model', 'source']
+  command += [f'--folder={folders.root}']
+  command += ['--rehearsal'] * size.is_rehearsal
+  facts = functools.partial(_facts, job.manifest)
+  if job.part('source', command, limits['source'], facts) != 'finished':
     log = (folders.output / 'log.txt').read_text()
     raise commands.LaunchError(
       f'without its source nothing can run: {log.strip().splitlines()[-1]}'
     )
   _score(job, 'source_scores', ['source'], limits['source_scores'])
 
-  planned = job.manifest['steps']
+  steps = job.manifest['steps']
+  scoring = limits['scores'] + _GRACE
+  control = limits['decoder'] + _SAVING
   slow = functools.partial(slow_step, card / 'pair', size.slow)
-  state = _train(job, 'pair', planned, size.every, stop=slow)
+  state = _train(job, 'pair', steps, size.every, control + scoring, slow)
   if state == 'restarted':
-    planned = min(size.fewer_steps, planned)
+    steps = min(size.fewer_steps, steps)
     shutil.rmtree(card / 'pair')
-    state = _train(job, 'pair', planned, size.every)
-  done = last_step(card / 'pair') if state == 'not finished' else planned
-  steps = plan.decoder_steps(job.manifest['flops'], done or planned)
-  every = steps if job.left < size.control else size.every
-  _train(job, 'decoder', steps, every)
+    state = _train(job, 'pair', steps, size.every, control + scoring)
+  if state == 'not finished':
+    steps = last_step(card / 'pair') or steps
+  steps = plan.decoder_steps(job.manifest['flops'], steps)
+  every = steps if job.seconds_left < size.control else size.every
+  _train(job, 'decoder', steps, every, scoring)
   _score(job, 'scores', list(plan.ARMS), limits['scores'])
 
   for task in plan.TASKS:
-    if task == plan.TASKS[-1] and job.left < size.last_task:
-      job.drop(task, f'{job.left:.0f} s are left')
-      continue
-    for arm in plan.ARMS:
-      _tune(job, task, arm)
+    _run_task(job, task)
   print(f'{folders.output} has the results.')
   if job.failed:
     raise commands.LaunchError(
@@ -242,8 +249,8 @@ def unpack(size: plan.Size, folders: plan.Folders) -> None:
     path.unlink()
 
 
-def _machine() -> Mapping[str, Any]:
-  """Returns the name of the card and the versions of what computes."""
+def _facts(manifest: Mapping[str, Any]) -> Mapping[str, Any]:
+  """Returns the card, versions of packages, and what was prepared."""
   from importlib import metadata
 
   names = ('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint')
@@ -251,24 +258,26 @@ def _machine() -> Mapping[str, Any]:
   query = ['nvidia-smi', '--query-gpu=name,driver_version']
   card = 'no card'
   if shutil.which(query[0]):
-    done = subprocess.run(
+    process = subprocess.run(
       [*query, '--format=csv,noheader'], capture_output=True, text=True
     )
-    card = done.stdout.strip() or done.stderr.strip()
-  return {'card': card, 'python': sys.version.split()[0], **versions}
+    card = process.stdout.strip() or process.stderr.strip()
+  prepared = {name: manifest[name] for name in _FIELDS}
+  return {'card': card, 'python': sys.version.split()[0], **versions} | prepared
 
 
 def _command(name: str, *arguments: str) -> list[str]:
   return [sys.executable, '-m', f'encdec_adapt.{name}', *arguments]
 
 
-def _job_flags(job: Run, workdir: pathlib.Path, **values: Any) -> list[str]:
+def _job_flags(workdir: pathlib.Path, **values: Any) -> list[str]:
   return [
     *plan.flags(
       train__trackers='()',
       checkpoint__every=1_000_000,  # Only the last step.
       checkpoint__keep=1,
-      compute__compile_cache=job.folders.card / 'compiled',
+      # 'auto' would compile up to two steps; the plan of the pair's has 34 GiB.
+      compute__remat='dots',
       **values,
     ),
     f'--workdir={workdir}',
@@ -280,9 +289,10 @@ def _train(
   arm: str,
   steps: int,
   every: int,
+  reserved: float,
   stop: Callable[[], float] | None = None,
 ) -> str:
-  """Trains an arm on text; returns the state."""
+  """Trains an arm on text in all the time that is not reserved."""
   size, card = job.size, job.folders.card
   texts = pathlib.Path(job.manifest['folder']) / 'texts'
   command = _command(
@@ -290,7 +300,6 @@ def _train(
     *plan.arm_flags(size, arm, str(card / 'source')),
     *plan.text_flags(size, str(texts)),
     *_job_flags(
-      job,
       card / arm,
       data__folder=card / 'records',
       train__steps=steps,
@@ -299,19 +308,20 @@ def _train(
     ),
   )
   results = functools.partial(curves, card / arm)
-  return job.part(arm, command, job.size.limits[arm], results, stop)
+  limit = job.seconds_left - reserved - _SAVING
+  return job.part(arm, command, limit, results, stop, _SAVING)
 
 
-def _score(job: Run, name: str, runs: list[str], limit: float) -> None:
+def _score(job: Run, name: str, names: list[str], limit: float) -> None:
   """Scores models on the held-out rows."""
   card = job.folders.card
-  found = [x for x in runs if _exists(card / x)]
-  if not found:
-    job.drop(name, f'no checkpoint of {" or ".join(runs)}')
+  models = [card / x for x in names if _exists(card / x)]
+  if not models:
+    job.drop(name, f'no checkpoint of {" or ".join(names)}')
     return
   command = _command(
     'evaluate',
-    *(f'--checkpoint={card / x}' for x in found),
+    *(f'--checkpoint={path}' for path in models),
     f'--records={card / "records" / "eval"}',
     f'--output={card / name}',
     '--batch_size=32',
@@ -320,20 +330,34 @@ def _score(job: Run, name: str, runs: list[str], limit: float) -> None:
   job.part(name, command, limit, functools.partial(scores, card / name))
 
 
-def _tune(job: Run, task: str, arm: str) -> None:
-  """Tunes an arm on a task and answers its test."""
-  size, card = job.size, job.folders.card
-  index, run = plan.TASKS.index(task), card / f'{arm}_{task}'
-  if not _exists(card / arm):
-    job.drop(f'{arm}_{task}', f'no checkpoint of {arm}')
+def _run_task(job: Run, task: str) -> None:
+  """Tunes both arms on a task, then both answer its test."""
+  limits, card = job.size.limits, job.folders.card
+  kinds = [kind for kind in ('tuned', 'answers') for _ in plan.ARMS]
+  missing = [arm for arm in plan.ARMS if not _exists(card / arm)]
+  if missing or job.seconds_left < sum(limits[kind] for kind in kinds):
+    reason = f'{job.seconds_left:.0f} s are left'
+    if missing:
+      reason = f'no checkpoint of {" and ".join(missing)}'
+    job.drop(task, reason)
     return
+  for index, kind in enumerate(kinds):
+    arm = plan.ARMS[index % len(plan.ARMS)]
+    # A share of the time: what a part does not need goes to those after it.
+    share = limits[kind] / sum(limits[x] for x in kinds[index:])
+    part = _tune if kind == 'tuned' else _answer
+    part(job, task, arm, share * job.seconds_left)
+
+
+def _tune(job: Run, task: str, arm: str, limit: float) -> None:
+  size, card = job.size, job.folders.card
+  run = card / f'{arm}_{task}'
   examples = f'{job.manifest["folder"]}/{task}/train.jsonl'
   command = _command(
     'train',
     f'--config=sft:source={card / arm}',
     *plan.task_flags(size, task, examples),
     *_job_flags(
-      job,
       run,
       data__folder=card / task / 'records',
       train__batch_size=size.task_rows,
@@ -343,25 +367,28 @@ def _tune(job: Run, task: str, arm: str) -> None:
       checkpoint__keep_best=False,
     ),
   )
-  limits, results = size.limits, functools.partial(curves, run)
-  job.part(run.name, command, limits['tuned'], results)
+  job.part(run.name, command, limit, functools.partial(curves, run))
+
+
+def _answer(job: Run, task: str, arm: str, limit: float) -> None:
+  size, card = job.size, job.folders.card
+  index, run = plan.TASKS.index(task), card / f'{arm}_{task}'
   name = f'{run.name}_answers'
   if not _exists(run):
     job.drop(name, f'no checkpoint of {run.name}')
     return
-  limit = size.answers[index]
   command = _command(
     'evaluate',
     f'--checkpoint={run}',
     f'--pairs={card / task / "test.jsonl"}#source,target',
     f'--output={card / name}',
-    '--max_tokens=64',
-    '--batch_size=64',
+    f'--max_tokens={size.answer_tokens[index]}',
+    # All answers at once: one size of the state, and few programs.
+    '--batch_size=640',
     '--cost=',
-    *([f'--limit={limit}'] if limit else []),
+    *([f'--limit={size.answers[index]}'] if size.answers[index] else []),
   )
-  results = functools.partial(scores, card / name)
-  job.part(name, command, limits['answers'], results)
+  job.part(name, command, limit, functools.partial(scores, card / name))
 
 
 # -- What comes back -----------------------------------------------------------
@@ -386,36 +413,22 @@ def curves(run: pathlib.Path) -> dict[str, Any]:
   """Returns the held-out losses of a job by step, and its rates."""
   records = _lines(run / 'metrics.jsonl')
   times = [x for x in records if x['kind'] == 'time' and 'mfu' in x]
-  summary = run / 'summary.json'
   return {
     'evaluations': [
-      {name: x[name] for name in ('step', 'loss', 'accuracy')}
+      {name: x[name] for name in ('step', 'loss')}
       for x in records
       if x['kind'] == 'eval'
     ],
-    'losses': [[x['step'], x['loss']] for x in records if x['kind'] == 'train'],
     'steps': last_step(run),
     'step_seconds': step_seconds(records),
     'mfu': times[-1]['mfu'] if times else None,
-    'summary': plan.read_json(summary) if summary.exists() else None,
   }
 
 
 def scores(folder: pathlib.Path) -> dict[str, Any]:
-  """Returns the scores and the answers of an evaluation."""
-  answers = [
-    x['answer']
-    for path in sorted(folder.glob('predictions/*.jsonl'))
-    for x in _lines(path)
-  ]
+  """Returns the scores of an evaluation."""
   rows = _lines(folder / 'results.jsonl')
-  return {
-    'scores': [x for x in rows if x['metric'] in _METRICS],
-    'means': {
-      f'{pathlib.Path(x["run"]).name}/{x["metric"]}': x['value'] for x in rows
-    },
-    'answers': answers,
-  }
+  return {'scores': [x for x in rows if x['metric'] in _METRICS]}
 
 
 def last_step(run: pathlib.Path) -> int:

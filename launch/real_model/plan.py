@@ -39,12 +39,13 @@ class Size:
     task_passes: passes over the examples of each task.
     task_steps: steps of tuning; 0 for all passes.
     answers: most answers of each task; 0 for all.
-    last_task: seconds that must be left for translation to start.
+    answer_tokens: most tokens of an answer of each task.
     control: seconds that must be left for the control to be evaluated between
       its first and its last step.
     bytes: most bytes of each text; 0 for all.
     parts: folders that the weights are copied in.
-    limits: seconds of the parts, see `card`.
+    limits: seconds of the parts; the control may take more and the pair takes
+      what is left, see `card`. Tuning and answers share what is left.
     end: seconds of the run.
   """
 
@@ -56,7 +57,7 @@ class Size:
   fewer_steps: int = 120
   slow: float = 0.7
   warmup: int = 20
-  every: int = 12
+  every: int = 48
   rates: dict[str, tuple[float, ...]] = dataclasses.field(
     default_factory=lambda: {
       'pair': (1e-4, 3e-4, 1e-3),
@@ -69,19 +70,18 @@ class Size:
   task_passes: tuple[int, int] = (3, 2)
   task_steps: int = 0
   answers: tuple[int, int] = (0, 512)
-  last_task: float = 110
+  answer_tokens: tuple[int, int] = (64, 192)
   control: float = 270
   bytes: int = 0
   parts: int = 5
   limits: dict[str, float] = dataclasses.field(
     default_factory=lambda: {
-      'source': 75,
-      'source_scores': 50,
-      'pair': 210,
-      'decoder': 190,
-      'scores': 75,
-      'tuned': 75,
-      'answers': 75,
+      'source': 60,
+      'source_scores': 35,
+      'decoder': 150,
+      'scores': 45,
+      'tuned': 30,
+      'answers': 25,
     }
   )
   end: float = 590
@@ -111,11 +111,11 @@ REHEARSAL = Size(
   task_passes=(1, 1),
   task_steps=8,
   answers=(4, 4),
-  last_task=0,
+  answer_tokens=(64, 64),
   control=0,
   bytes=200_000,
   limits=dict.fromkeys(CARD.limits, 240),
-  end=1800,
+  end=3600,
 )
 
 
@@ -204,10 +204,10 @@ def arm_flags(size: Size, arm: str, source: str) -> list[str]:
   and learns from both, as it was pretrained.
   """
   config = 'gemma3_270m' if arm == 'pair' else 'pretrained'
-  more = flags(loss__on_inputs=True) if arm == 'decoder' else []
+  loss_flags = flags(loss__on_inputs=True) if arm == 'decoder' else []
   return [
     f'--config={config}:source={source}',
-    *more,
+    *loss_flags,
     *flags(
       optimizer__warmup_steps=size.warmup,
       train__batch_size=size.rows,

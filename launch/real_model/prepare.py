@@ -1,4 +1,4 @@
-"""What a machine with the package index prepares: texts, records, copies.
+"""Preparation with a network: texts, records, copies.
 
 It calls the commands of the package; texts and floors use it directly.
 """
@@ -26,15 +26,15 @@ BOOKS = (
   'mark-twain-a-connecticut-yankee-in-king-arthur-s-court',
   'willa-cather-o-pioneers',
 )
-# What the image of a card lacks; versions are those of the lock file.
+# Packages that the image of a card lacks, with the versions of the lock file.
 _WHEELS = 'array-record grain immutabledict ml-collections more-itertools'
 _WHEELS += ' portpicker tensorboardx'
 _LOCK = 'launch/locks/gpu-cuda13.txt'
-# Without a lock: gguf reads the weights, the others score answers.
-_MORE_WHEELS = ('gguf==0.19.0', 'nltk', 'rouge-score')
+# Not in the lock file: gguf reads the weights, the others score answers.
+_PINNED_WHEELS = ('gguf==0.19.0', 'nltk==3.10.4', 'rouge-score==0.1.2')
 _PLATFORMS = ['manylinux2014_x86_64']
 _PLATFORMS += [f'manylinux_2_{minor}_x86_64' for minor in range(17, 37)]
-_MOST = 54 * plan.MIB  # Of a copy, beside the checkout.
+_COPY_BYTES = 54 * plan.MIB  # Largest copy, beside the checkout.
 
 
 def prepare(size: plan.Size, folders: plan.Folders, data: pathlib.Path) -> None:
@@ -60,15 +60,16 @@ def prepare(size: plan.Size, folders: plan.Folders, data: pathlib.Path) -> None:
       f'--data={data} is not a folder; name the one that has the data sets'
       ' pretrain_classic_books, pairs_scitldr, ..'
     )
-  file = _weights_file(size, source)
-  # The repository's own text changes with every commit, and finished records
-  # with it would be refused.
-  if not (folders.texts / f'{plan.HELD_OUT[-1]}.jsonl').exists():
+  file, commit = weights_file(size, source), _commit()
+  # The repository's own text is that of the commit, and records with it.
+  stamp = folders.texts / 'commit'
+  if not stamp.exists() or stamp.read_text() != commit:
+    (folders.texts / f'{plan.HELD_OUT[-1]}.jsonl').unlink(missing_ok=True)
+    shutil.rmtree(folders.records, ignore_errors=True)
     write_texts(size, folders.texts, data)
-  tests = {
-    'summaries': write_summaries(folders.root, data),
-    'translation': write_translation(folders.root, data),
-  }
+    stamp.write_text(commit)
+  write_summaries(folders.root, data)
+  documents = write_translation(folders.root, data)
   make_records(
     [
       f'--config=pretrained:source={size.source}',
@@ -87,7 +88,7 @@ def prepare(size: plan.Size, folders: plan.Folders, data: pathlib.Path) -> None:
   records = plan.read_json(folders.records / 'train' / 'manifest.json')
   manifest = {
     'folder': str(folders.root),
-    'commit': _commit(),
+    'commit': commit,
     'steps': min(size.steps, records['totals']['rows'] // size.rows),
     'weights': weights.split(
       file, [folders.copy(i + 1) for i in range(size.parts)]
@@ -95,12 +96,12 @@ def prepare(size: plan.Size, folders: plan.Folders, data: pathlib.Path) -> None:
     'flops': {arm: flops(size, folders, arm, size.source) for arm in plan.ARMS},
     'rates': chosen_rates(size, folders),
     'floors': floors(folders.root / 'summaries', size.answers[0]),
-    'documents': tests['translation'],
+    'documents': documents[: size.answers[1] or None],
   }
   pack(size, folders, source, manifest)
 
 
-def _weights_file(size: plan.Size, source: pathlib.Path) -> pathlib.Path:
+def weights_file(size: plan.Size, source: pathlib.Path) -> pathlib.Path:
   """Returns the file of weights to copy.
 
   Raises:
@@ -137,7 +138,7 @@ def _weights_file(size: plan.Size, source: pathlib.Path) -> pathlib.Path:
 def write_texts(
   size: plan.Size, folder: pathlib.Path, data: pathlib.Path
 ) -> None:
-  """Writes the training text and the held-out texts as JSON lines."""
+  """Writes missing files of training text and held-out texts as JSON lines."""
   web = data / 'pretrain_wiki_c4_demo'
   books = sorted((data / 'pretrain_classic_books' / 'train').glob('*.txt'))
   held_out = [path for path in books if path.stem in BOOKS]
@@ -163,10 +164,11 @@ def write_texts(
     ('web', _fields(web / 'c4_valid.jsonl')),
     ('own', _files(own_files())),
   ):
-    _write_lines(
-      folder / f'{name}.jsonl',
-      ({'text': text} for text in _capped(texts, size.bytes)),
-    )
+    path = folder / f'{name}.jsonl'
+    if not path.exists():
+      _write_lines(
+        path, ({'text': text} for text in _capped(texts, size.bytes))
+      )
 
 
 def own_files() -> list[pathlib.Path]:
@@ -195,15 +197,15 @@ def _python() -> Iterator[str]:
     yield document.text
 
 
-def _capped(texts: Iterable[str], most: int) -> Iterator[str]:
-  """Yields texts with something in them, of `most` characters together."""
-  left = most
+def _capped(texts: Iterable[str], limit: int) -> Iterator[str]:
+  """Yields texts that are not blank, to `limit` characters if it is not 0."""
+  total = 0
   for text in filter(str.strip, texts):
     # A long first book would leave nothing for the other texts.
-    text = text[: most // 4] if most else text
+    text = text[: limit // 4] if limit else text
     yield text
-    left -= len(text)
-    if most and left <= 0:
+    total += len(text)
+    if limit and total >= limit:
       return
 
 
@@ -239,8 +241,8 @@ def write_summaries(root: pathlib.Path, data: pathlib.Path) -> None:
 def write_translation(root: pathlib.Path, data: pathlib.Path) -> list[str]:
   """Writes English-German examples; the test is NTREX.
 
-  Tatoeba's own test is no test: 108 of its 685 references stand in its training
-  examples.
+  Tatoeba's own test is not used: 108 of its 685 references occur in its
+  training part.
 
   Returns:
     The document of each line of the test.
@@ -317,13 +319,13 @@ def flops(
     *plan.text_flags(size, str(folders.texts)),
     '--dry_run',
   ]
-  done = subprocess.run(
+  dry_run = subprocess.run(
     command('train', *arguments), cwd=plan.ROOT, capture_output=True, text=True
   )
-  match = re.search(r', (\S+) model FLOPs', done.stdout)
+  match = re.search(r', (\S+) model FLOPs', dry_run.stdout)
   if not match:
     raise commands.LaunchError(
-      f'the dry run of the {arm} failed: {done.stderr.strip()}'
+      f'the dry run of the {arm} failed: {dry_run.stderr.strip()}'
     )
   return float(match[1])
 
@@ -372,7 +374,7 @@ def try_rates(size: plan.Size, folders: plan.Folders) -> None:
       summary = plan.read_json(run / 'summary.json')
       losses.setdefault(arm, {})[f'{rate:g}'] = summary['eval_loss']
       shutil.rmtree(run / 'checkpoints')
-      # At once: an interrupted command has what is finished.
+      # At once: an interrupted command keeps the losses so far.
       text = json.dumps(losses, indent=2)
       (folders.trials / 'rates.json').write_text(f'{text}\n')
   path = folders.copy(size.parts + 1) / 'manifest.json'
@@ -427,17 +429,17 @@ def pack(
   (last / 'manifest.json').write_text(f'{text}\n')
   print(
     f'\nCopy each folder on its own to the other machine, to the same path in a'
-    f' checkout of {manifest["commit"][:12]}; the last copy starts the run:'
+    f' checkout of {manifest["commit"]}; the last copy starts the run:'
   )
   for number in range(1, size.parts + 2):
     total = sum(
       x.stat().st_size for x in folders.copy(number).rglob('*') if x.is_file()
     )
     print(f'  {folders.copy(number)}  {total / plan.MIB:.1f} MiB')
-    if total > _MOST:
+    if total > _COPY_BYTES:
       raise commands.LaunchError(
         f'{folders.copy(number)} has {total / plan.MIB:.1f} MiB, and at most'
-        f' {_MOST // plan.MIB} can be copied at a time.'
+        f' {_COPY_BYTES // plan.MIB} can be copied at a time.'
       )
   rehearsal = ' --rehearsal' if size.is_rehearsal else ''
   print(
@@ -469,12 +471,15 @@ def download_wheels(folder: pathlib.Path) -> None:
   # rouge-score has no wheel in the index; none of these is compiled.
   shell.require(
     [*pip, 'wheel', '--quiet', '--no-deps', f'--wheel-dir={folder}']
-    + list(_MORE_WHEELS)
+    + list(_PINNED_WHEELS)
   )
 
 
 def _commit() -> str:
-  done = subprocess.run(
-    ['git', 'rev-parse', 'HEAD'], cwd=plan.ROOT, capture_output=True, text=True
+  described = subprocess.run(
+    'git describe --always --abbrev=40 --exclude=* --dirty'.split(),
+    cwd=plan.ROOT,
+    capture_output=True,
+    text=True,
   )
-  return done.stdout.strip() or 'unknown'
+  return described.stdout.strip() or 'unknown'

@@ -6,6 +6,8 @@ what matters is .02. Primary 2 is ROUGE-L of the pair minus the decoder, both
 tuned alike, in points over papers; what matters is 1. The baseline is always
 the source trained on, never the source: further training heals quantisation.
 One run of each: intervals are over documents, and there is no verdict.
+
+The report reads results only: their line `source` has what was prepared.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,28 +20,27 @@ import numpy as np
 from launch import commands
 from launch.real_model import plan
 
+_MODELS = ('source', *plan.ARMS)
 PRIMARY = {'own': 0.02, 'summaries': 1.0}
+_FLOPS_TOLERANCE = 0.01  # Largest difference of arms with equal FLOPs.
 
 
 def report(size: plan.Size, folders: plan.Folders) -> None:
   """Writes and prints the comparisons.
 
   Raises:
-    LaunchError: the results or the manifest are missing.
+    LaunchError: the results are missing.
   """
   path = folders.output / 'parts.jsonl'
-  last = folders.copy(size.parts + 1) / 'manifest.json'
-  for file in (path, last):
-    if not file.is_file():
-      raise commands.LaunchError(
-        f'{file} is missing; '
-        + ('copy the output of `run` here.' if file == path else 'run prepare.')
-      )
+  if not path.is_file():
+    raise commands.LaunchError(
+      f'{path} is missing; copy the output of `run` here.'
+    )
   parts = {}
   for line in path.read_text().splitlines():
     part = json.loads(line)
     parts.setdefault(part['part'], []).append(part)
-  content = compare(parts, plan.read_json(last), size)
+  content = compare(parts, size)
   text = json.dumps(content, indent=2)
   (folders.output / 'report.json').write_text(f'{text}\n')
   page = describe(content)
@@ -48,66 +49,65 @@ def report(size: plan.Size, folders: plan.Folders) -> None:
 
 
 def compare(
-  parts: Mapping[str, Sequence[Mapping[str, Any]]],
-  manifest: Mapping[str, Any],
-  size: plan.Size,
+  parts: Mapping[str, Sequence[Mapping[str, Any]]], size: plan.Size
 ) -> dict[str, Any]:
   """Returns the content of the report.
 
   Args:
     parts: lines of the results by name of the part.
-    manifest: manifest of the last copy.
     size: sizes of the run.
   """
   latest = {name: lines[-1] for name, lines in parts.items()}
-  encoder, decoder = size.lengths
-  scores = {
-    name: _scores(latest.get(name, {})) for name in ('source_scores', 'scores')
-  }
-  text = scores['scores']
-  rows, inputs, levels = [], [], []
+  source, tokens = latest['source'], size.rows * sum(size.lengths)
+  models = _scores(latest.get('source_scores', {}))
+  models |= _scores(latest.get('scores', {}))
+  rows, inputs = [], []
   for name in plan.HELD_OUT:
-    both = [_of(text.get(arm, {}), 'loss', name) for arm in plan.ARMS]
-    if all(both):
-      rows.append(_row(name, *both))
-    for arm, models in (
-      ('source', scores['source_scores']),
-      *((x, text) for x in plan.ARMS),
-    ):
-      own = _of(models.get(arm, {}), 'loss', name)
-      other = _of(models.get(arm, {}), 'loss_shuffled_prefix', name)
-      if own:
-        levels.append({'text': name, 'model': arm, 'loss': own.value})
-      if own and other:
-        inputs.append({'model': arm, **_row(name, other, own)})
+    losses = {x: _of(models.get(x, {}), 'loss', name) for x in _MODELS}
+    pair, decoder = (losses[arm] for arm in plan.ARMS)
+    if pair and decoder:
+      rows.append(_row(name, pair, decoder))
+    for model, loss in losses.items():
+      shifted = _of(models.get(model, {}), 'loss_shuffled_prefix', name)
+      if loss and shifted:
+        inputs.append({'model': model, **_row(name, shifted, loss)})
   for task in plan.TASKS:
     answers = [
       _scores(latest.get(f'{arm}_{task}_answers', {})).get(f'{arm}_{task}', {})
       for arm in plan.ARMS
     ]
     metric = 'rougeL' if task == 'summaries' else 'chrf'
-    both = [x.get(metric) for x in answers]
-    if all(both):
-      if task == 'translation':
-        both = [_by_document(x, manifest['documents']) for x in both]
-      rows.append(_row(task, *both, scale=100 if metric == 'rougeL' else 1))
+    pair, decoder = (x.get(metric) for x in answers)
+    if not (pair and decoder):
+      continue
+    if task == 'summaries':
+      rows.append(_row(task, pair, decoder, scale=100))
+    else:
+      documents = source['documents']
+      pair, decoder = (_by_document(x, documents) for x in (pair, decoder))
+      row = _row(task, pair, decoder)
+      rows.append(row | {'over': f'{row["n"]} documents'})
   return {
-    'commit': manifest['commit'],
+    'commit': source['commit'],
+    'files': source['files'],
     'model': 'a rehearsal with the shipped decoder'
     if size.is_rehearsal
     else 'Gemma 3 270M, dequantised Q4_K_M',
-    'card': latest.get('source', {}).get('card'),
-    'rates': manifest['rates'],
+    'card': source['card'],
+    'rates': source['rates'],
+    'training': {
+      arm: {'steps': steps, 'FLOPs': steps * source['flops'][arm]}
+      for arm in plan.ARMS
+      if (steps := latest.get(arm, {}).get('steps'))
+    },
     'differences': rows,
-    'losses': levels,
     'other_inputs': inputs,
-    'floors': manifest['floors'],
-    'means': {name: x['means'] for name, x in latest.items() if 'means' in x},
+    'floors': source['floors'],
     'curves': {
       arm: [
         {
-          'tokens': x['step'] * size.rows * (encoder + decoder),
-          'FLOPs': x['step'] * manifest['flops'][arm],
+          'tokens': x['step'] * tokens,
+          'FLOPs': x['step'] * source['flops'][arm],
           'loss': x['loss'],
         }
         for x in latest.get(arm, {}).get('evaluations', ())
@@ -197,17 +197,20 @@ def _row(
     'matters': PRIMARY.get(name),
     'n': pair.n,
   }
-  if found := comparisons.compare([decoder], [pair]):
-    row |= {'low': scale * found.low, 'high': scale * found.high}
-    row['over'] = found.units
+  if comparison := comparisons.compare([decoder], [pair]):
+    row |= {'low': scale * comparison.low, 'high': scale * comparison.high}
+    row['over'] = comparison.units
   return row
 
 
 def describe(content: Mapping[str, Any]) -> str:
   """Returns the report as a page."""
   lines = [
-    f'{content["model"]}, on {content["card"]}, at {content["commit"][:12]}.'
+    f'{content["model"]}, on {content["card"]}, at {content["commit"]}.'
     ' One run: intervals are over documents, and there is no verdict.',
+    '',
+    f'{_training(content["training"])} Learning rates:'
+    f' {_rates(content["rates"])}.',
     '',
     '| text | metric | pair | source trained on | difference | 95 % | over |'
     ' matters from |',
@@ -215,6 +218,9 @@ def describe(content: Mapping[str, Any]) -> str:
     *map(_line, content['differences']),
     '',
     f'Floors, ROUGE-L: {_values(content["floors"], 100)}.',
+    '',
+    'Other inputs are those of the row half of all held-out rows away, which is'
+    ' of another kind of text.',
     '',
     '| text | model | loss | with other inputs | difference | 95 % |',
     '|---|---|---|---|---|---|',
@@ -240,6 +246,26 @@ def describe(content: Mapping[str, Any]) -> str:
     for x in content['parts']
   ]
   return '\n'.join(lines) + '\n'
+
+
+def _training(arms: Mapping[str, Mapping[str, float]]) -> str:
+  """Returns steps and FLOPs of the arms on text, and their ratio."""
+  texts = [
+    f'{arm} {x["steps"]} steps, {x["FLOPs"]:.3g} FLOPs'
+    for arm, x in arms.items()
+  ]
+  if len(arms) < len(plan.ARMS):
+    return f'Trained on text: {"; ".join(texts) or "neither arm"}.'
+  flops = [arms[arm]['FLOPs'] for arm in plan.ARMS]
+  ratio = flops[1] / flops[0]
+  unequal = abs(ratio - 1) > _FLOPS_TOLERANCE
+  warning = ' **Unequal FLOPs.**' if unequal else ''
+  return f'Trained on text: {"; ".join(texts)}; ratio {ratio:.3f}.{warning}'
+
+
+def _rates(rates: Mapping[str, Any]) -> str:
+  tried = 'tried' if rates['losses'] else 'untested'
+  return ', '.join(f'{arm} {rates[arm]:g}' for arm in plan.ARMS) + f', {tried}'
 
 
 def _line(row: Mapping[str, Any]) -> str:

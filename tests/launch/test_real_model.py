@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from launch import commands
-from launch.real_model import card, plan, prepare, weights
+from launch.real_model import card, plan, prepare, report, weights
 from tests import tiny
 
 # Writes a file once it listens; at SIGTERM another, and ends.
@@ -22,6 +22,10 @@ signal.signal(signal.SIGTERM, stop)
 pathlib.Path(sys.argv[1], 'started').touch()
 time.sleep(60)
 """
+
+
+def _parts(folders):
+  return folders.output / 'parts.jsonl'
 
 
 def _lines(path):
@@ -46,15 +50,63 @@ def test_a_part_at_its_deadline_gets_sigterm_and_is_not_finished(
   results = lambda: {'stopped': (tmp_path / 'stopped').exists()}  # noqa: E731
   state = job.part('late', patient, card._LEAST, results)
   assert state == 'not finished' and (tmp_path / 'stopped').exists()
-  (line,) = _lines(folders.output / 'parts.jsonl')
+  (line,) = _lines(_parts(folders))
   assert line['state'] == state and line['status'] == 75
   assert line['stopped'] and line['limit'] == card._LEAST
   # At once: the line is there before the next part starts.
   assert job.part('bad', [sys.executable, '-c', '1/0'], 60, dict) == 'failed'
   assert job.part('soon', [sys.executable, '-c', ''], 4, dict) == 'dropped'
-  states = [x['state'] for x in _lines(folders.output / 'parts.jsonl')]
+  states = [x['state'] for x in _lines(_parts(folders))]
   assert states == ['not finished', 'failed', 'dropped']
   assert 'ZeroDivisionError' in (folders.output / 'log.txt').read_text()
+
+
+def test_results_that_cannot_be_read_do_not_lose_the_line(folders):
+  job = card.Run(plan.REHEARSAL, folders)
+  state = job.part('odd', [sys.executable, '-c', ''], 60, lambda: 1 / 0)
+  (line,) = _lines(_parts(folders))
+  assert state == line['state'] == 'finished'
+  assert 'ZeroDivisionError' in line['results']
+
+
+def test_the_pair_leaves_the_control_its_time(folders, monkeypatch):
+  (folders.copy(plan.CARD.parts + 1) / 'manifest.json').write_text(
+    json.dumps(
+      {
+        'folder': 'run',
+        'steps': 190,
+        'flops': {'pair': 1, 'decoder': 1},
+        'rates': {'pair': 1, 'decoder': 1},
+      }
+    )
+  )
+  now, limits = [0.0], {}
+  monkeypatch.setattr(card.time, 'monotonic', lambda: now[0])
+  monkeypatch.setattr(card, '_exists', lambda model: True)
+  monkeypatch.setattr(card.signal, 'signal', lambda *_: None)
+
+  def part(job, name, command, limit, results, stop=None, grace=card._GRACE):
+    # Every part runs to its deadline and needs its grace.
+    limits[name] = min(limit, job.seconds_left - grace)
+    now[0] += limits[name] + (grace if name != 'source' else 0)
+    return 'finished'
+
+  monkeypatch.setattr(card.Run, 'part', part)
+  card.run(plan.CARD, folders)
+  # What the slowest steps and compilation of the pair take, and its control.
+  assert limits['pair'] >= 165
+  assert limits['decoder'] >= plan.CARD.limits['decoder']
+  assert limits['scores'] >= plan.CARD.limits['scores']
+  assert now[0] <= plan.CARD.end
+  states = {x['part']: x['state'] for x in _lines(_parts(folders))}
+  assert states == dict.fromkeys(plan.TASKS, 'dropped')
+
+
+def test_unequal_flops_are_named():
+  arms = {x: {'steps': 10, 'FLOPs': 1e16} for x in plan.ARMS}
+  assert report._training(arms).endswith('ratio 1.000.')
+  arms['decoder'] = {'steps': 9, 'FLOPs': 0.98e16}
+  assert 'ratio 0.980. **Unequal FLOPs.**' in report._training(arms)
 
 
 def test_a_run_that_is_stopped_ends_its_part_and_writes_it(folders, tmp_path):
@@ -72,7 +124,7 @@ def test_a_run_that_is_stopped_ends_its_part_and_writes_it(folders, tmp_path):
   process.send_signal(signal.SIGTERM)
   assert process.wait(60) == 143
   assert (tmp_path / 'stopped').exists()
-  (line,) = _lines(folders.output / 'parts.jsonl')
+  (line,) = _lines(_parts(folders))
   assert (line['part'], line['state']) == ('first', 'not finished')
 
 
@@ -218,15 +270,25 @@ def test_missing_data_and_copies_are_named(tmp_path):
 @pytest.mark.slow
 def test_a_rehearsal_runs_every_part(data, tmp_path):
   flags = f'--folder={tmp_path}/run', f'--data={data}'
-  done = _bash(*flags)
   folders = plan.Folders(str(tmp_path / 'run'))
-  log = folders.output / 'log.txt'
-  assert done.returncode == 0, done.stderr + (
-    log.read_text() if log.exists() else ''
-  )
-  parts = _lines(folders.output / 'parts.jsonl')
+  log, apart = folders.output / 'log.txt', tmp_path / 'apart'
+  # A card has the copies only.
+  texts = [folders.texts]
+  texts += [folders.root / task / 'train.jsonl' for task in plan.TASKS]
+  for verb in ('prepare', 'rates', 'run', 'report'):
+    if verb == 'run':
+      for path in texts:
+        moved = apart / path.relative_to(folders.root)
+        moved.parent.mkdir(parents=True, exist_ok=True)
+        path.rename(moved)
+    done = _bash(verb, *flags)
+    assert done.returncode == 0, done.stderr + (
+      log.read_text() if log.exists() else ''
+    )
+  for path in texts:
+    (apart / path.relative_to(folders.root)).rename(path)
+  parts = _lines(_parts(folders))
   states = [(x['part'], x['state']) for x in parts]
-  arms = [f'{arm}_{task}' for task in plan.TASKS for arm in plan.ARMS]
   assert states == [
     ('source', 'finished'),
     ('source_scores', 'finished'),
@@ -234,7 +296,12 @@ def test_a_rehearsal_runs_every_part(data, tmp_path):
     ('pair', 'finished'),
     ('decoder', 'finished'),
     ('scores', 'finished'),
-    *((f'{x}{y}', 'finished') for x in arms for y in ('', '_answers')),
+    *(
+      (f'{arm}_{task}{part}', 'finished')
+      for task in plan.TASKS
+      for part in ('', '_answers')
+      for arm in plan.ARMS
+    ),
   ]
   by_name = {x['part']: x for x in parts}
   manifest = plan.read_json(folders.copy(6) / 'manifest.json')
@@ -242,19 +309,26 @@ def test_a_rehearsal_runs_every_part(data, tmp_path):
   assert by_name['pair']['steps'] == steps
   expected = plan.decoder_steps(manifest['flops'], steps)
   assert by_name['decoder']['steps'] == expected
+  source = by_name['source']
+  assert {x: source[x] for x in card._FIELDS} == {
+    x: manifest[x] for x in card._FIELDS
+  }
   curve = [x['step'] for x in by_name['pair']['evaluations']]
   assert curve == [0, 12, 24]
   content = plan.read_json(folders.output / 'report.json')
   rows = {x['text']: x for x in content['differences']}
   assert [*rows] == [*plan.HELD_OUT, *plan.TASKS]
   own = rows['own']
-  assert own['low'] < own['difference'] < own['high'] and 'files' not in own
+  assert own['low'] < own['difference'] < own['high']
+  assert own['over'].endswith('groups')
+  assert rows['translation']['over'].endswith(' documents')
   assert own['n'] == plan.REHEARSAL.held_out and own['matters'] == 0.02
   assert {x['model'] for x in content['other_inputs']} == {
     'source',
     *plan.ARMS,
   }
-  assert (folders.output / 'report.md').read_text() in done.stdout
+  page = (folders.output / 'report.md').read_text()
+  assert page in done.stdout and f'pair {steps} steps' in page
 
   # A machine that was replaced has lost a copy.
   (folders.copy(2) / weights.PART).unlink()
