@@ -389,8 +389,8 @@ def chosen_rates(size: plan.Size, folders: plan.Folders) -> dict[str, Any]:
   path = folders.trials / 'rates.json'
   losses = plan.read_json(path) if path.is_file() else {}
   rates = {
-    arm: float(min(tried, key=tried.get))
-    if len(tried := losses.get(arm, {})) == len(size.rates[arm])
+    arm: float(min(trials, key=trials.get))
+    if len(trials := losses.get(arm, {})) == len(size.rates[arm])
     else size.rates[arm][1]
     for arm in plan.ARMS
   }

@@ -63,12 +63,12 @@ def compare(
   models |= _scores(latest.get('scores', {}))
   rows, inputs = [], []
   for name in plan.HELD_OUT:
-    losses = {x: _of(models.get(x, {}), 'loss', name) for x in _MODELS}
+    losses = {x: _score_on(models.get(x, {}), 'loss', name) for x in _MODELS}
     pair, decoder = (losses[arm] for arm in plan.ARMS)
     if pair and decoder:
       rows.append(_row(name, pair, decoder))
     for model, loss in losses.items():
-      shifted = _of(models.get(model, {}), 'loss_shuffled_prefix', name)
+      shifted = _score_on(models.get(model, {}), 'loss_shuffled_prefix', name)
       if loss and shifted:
         inputs.append({'model': model, **_row(name, shifted, loss)})
   for task in plan.TASKS:
@@ -141,7 +141,7 @@ def _scores(part: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
   return models
 
 
-def _of(scores: Mapping[str, Any], metric: str, text: str) -> Any:
+def _score_on(scores: Mapping[str, Any], metric: str, text: str) -> Any:
   """Returns a score on the rows of a held-out text; None without any."""
   from encdec_adapt.evaluation.results import results_store
 
@@ -219,8 +219,8 @@ def describe(content: Mapping[str, Any]) -> str:
     '',
     f'Floors, ROUGE-L: {_values(content["floors"], 100)}.',
     '',
-    'Other inputs are those of the row half of all held-out rows away, which is'
-    ' of another kind of text.',
+    'Other inputs are those of the row half a set away, always another kind of'
+    ' text: they cost more than another document of the same kind would.',
     '',
     '| text | model | loss | with other inputs | difference | 95 % |',
     '|---|---|---|---|---|---|',

@@ -262,31 +262,31 @@ def test_missing_data_and_copies_are_named(tmp_path):
     ('run', 'copies/6 is not on this machine'),
     ('report', 'copy the output of `run` here'),
   ):
-    done = _bash(verb, f'--folder={tmp_path}/run', f'--data={tmp_path}/data')
-    assert done.returncode == commands.USER_ERROR, verb
-    assert message in done.stderr and 'Traceback' not in done.stderr
+    process = _bash(verb, f'--folder={tmp_path}/run', f'--data={tmp_path}/data')
+    assert process.returncode == commands.USER_ERROR, verb
+    assert message in process.stderr and 'Traceback' not in process.stderr
 
 
 @pytest.mark.slow
 def test_a_rehearsal_runs_every_part(data, tmp_path):
   flags = f'--folder={tmp_path}/run', f'--data={data}'
   folders = plan.Folders(str(tmp_path / 'run'))
-  log, apart = folders.output / 'log.txt', tmp_path / 'apart'
+  log, storage = folders.output / 'log.txt', tmp_path / 'storage'
   # A card has the copies only.
   texts = [folders.texts]
   texts += [folders.root / task / 'train.jsonl' for task in plan.TASKS]
   for verb in ('prepare', 'rates', 'run', 'report'):
     if verb == 'run':
       for path in texts:
-        moved = apart / path.relative_to(folders.root)
+        moved = storage / path.relative_to(folders.root)
         moved.parent.mkdir(parents=True, exist_ok=True)
         path.rename(moved)
-    done = _bash(verb, *flags)
-    assert done.returncode == 0, done.stderr + (
+    process = _bash(verb, *flags)
+    assert process.returncode == 0, process.stderr + (
       log.read_text() if log.exists() else ''
     )
   for path in texts:
-    (apart / path.relative_to(folders.root)).rename(path)
+    (storage / path.relative_to(folders.root)).rename(path)
   parts = _lines(_parts(folders))
   states = [(x['part'], x['state']) for x in parts]
   assert states == [
@@ -318,29 +318,30 @@ def test_a_rehearsal_runs_every_part(data, tmp_path):
   content = plan.read_json(folders.output / 'report.json')
   rows = {x['text']: x for x in content['differences']}
   assert [*rows] == [*plan.HELD_OUT, *plan.TASKS]
-  own = rows['own']
-  assert own['low'] < own['difference'] < own['high']
-  assert own['over'].endswith('groups')
+  repository = rows['own']
+  assert repository['low'] < repository['difference'] < repository['high']
+  assert repository['over'].endswith('groups')
   assert rows['translation']['over'].endswith(' documents')
-  assert own['n'] == plan.REHEARSAL.held_out and own['matters'] == 0.02
+  assert repository['n'] == plan.REHEARSAL.held_out
+  assert repository['matters'] == 0.02
   assert {x['model'] for x in content['other_inputs']} == {
     'source',
     *plan.ARMS,
   }
   page = (folders.output / 'report.md').read_text()
-  assert page in done.stdout and f'pair {steps} steps' in page
+  assert page in process.stdout and f'pair {steps} steps' in page
 
   # A machine that was replaced has lost a copy.
   (folders.copy(2) / weights.PART).unlink()
-  done = _bash('run', *flags)
-  assert done.returncode == commands.USER_ERROR
-  assert 'copies/2 of the weights are not on this machine' in done.stderr
+  process = _bash('run', *flags)
+  assert process.returncode == commands.USER_ERROR
+  assert 'copies/2 of the weights are not on this machine' in process.stderr
 
   # Records of another vocabulary are not trained on.
   manifest = folders.records / 'train' / 'manifest.json'
   text = manifest.read_text()
   fingerprint = json.loads(text)['spec']['vocabulary']
   manifest.write_text(text.replace(fingerprint, fingerprint[::-1]))
-  done = _bash('prepare', *flags)
-  assert done.returncode == commands.USER_ERROR
-  assert 'do not match: vocabulary is' in done.stdout + done.stderr
+  process = _bash('prepare', *flags)
+  assert process.returncode == commands.USER_ERROR
+  assert 'do not match: vocabulary is' in process.stdout + process.stderr
