@@ -61,13 +61,7 @@ def prepare(size: plan.Size, folders: plan.Folders, data: pathlib.Path) -> None:
       ' pretrain_classic_books, pairs_scitldr, ..'
     )
   file, commit = weights_file(size, source), _commit()
-  # The repository's own text is that of the commit, and records with it.
-  stamp = folders.texts / 'commit'
-  if not stamp.exists() or stamp.read_text() != commit:
-    (folders.texts / f'{plan.HELD_OUT[-1]}.jsonl').unlink(missing_ok=True)
-    shutil.rmtree(folders.records, ignore_errors=True)
-    write_texts(size, folders.texts, data)
-    stamp.write_text(commit)
+  write_texts(size, folders, data, commit)
   write_summaries(folders.root, data)
   documents = write_translation(folders.root, data)
   make_records(
@@ -136,9 +130,18 @@ def weights_file(size: plan.Size, source: pathlib.Path) -> pathlib.Path:
 
 
 def write_texts(
-  size: plan.Size, folder: pathlib.Path, data: pathlib.Path
+  size: plan.Size, folders: plan.Folders, data: pathlib.Path, commit: str
 ) -> None:
-  """Writes missing files of training text and held-out texts as JSON lines."""
+  """Writes missing files of training text and held-out texts as JSON lines.
+
+  The repository's own text is that of the commit: at another one, it is written
+  again, and records with it are removed.
+  """
+  stamp = folders.texts / 'commit'
+  if stamp.exists() and stamp.read_text() == commit:
+    return
+  (folders.texts / f'{plan.HELD_OUT[-1]}.jsonl').unlink(missing_ok=True)
+  shutil.rmtree(folders.records, ignore_errors=True)
   web = data / 'pretrain_wiki_c4_demo'
   books = sorted((data / 'pretrain_classic_books' / 'train').glob('*.txt'))
   held_out = [path for path in books if path.stem in BOOKS]
@@ -164,11 +167,12 @@ def write_texts(
     ('web', _fields(web / 'c4_valid.jsonl')),
     ('own', _files(own_files())),
   ):
-    path = folder / f'{name}.jsonl'
+    path = folders.texts / f'{name}.jsonl'
     if not path.exists():
       _write_lines(
         path, ({'text': text} for text in _capped(texts, size.bytes))
       )
+  stamp.write_text(commit)
 
 
 def own_files() -> list[pathlib.Path]:

@@ -245,6 +245,22 @@ def data(tmp_path_factory):
   return root
 
 
+def test_own_text_is_that_of_the_commit(data, folders):
+  text = folders.texts / 'own.jsonl'
+
+  def changes(commit):
+    folders.records.mkdir(exist_ok=True)
+    before = text.stat().st_mtime_ns if text.exists() else 0
+    prepare.write_texts(plan.REHEARSAL, folders, data, commit)
+    return text.stat().st_mtime_ns > before, not folders.records.exists()
+
+  assert changes('first') == (True, True)
+  training = (folders.texts / 'train.jsonl').stat().st_mtime_ns
+  assert changes('first') == (False, False)
+  assert changes('second') == (True, True)
+  assert (folders.texts / 'train.jsonl').stat().st_mtime_ns == training
+
+
 def _bash(*arguments):
   return subprocess.run(
     ['bash', 'launch/real_model.sh', '--rehearsal', *arguments],
