@@ -264,8 +264,8 @@ def _training(arms: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def _rates(rates: Mapping[str, Any]) -> str:
-  tried = 'tried' if rates['losses'] else 'untested'
-  return ', '.join(f'{arm} {rates[arm]:g}' for arm in plan.ARMS) + f', {tried}'
+  state = 'tried' if rates['losses'] else 'untested'
+  return ', '.join(f'{arm} {rates[arm]:g}' for arm in plan.ARMS) + f', {state}'
 
 
 def _line(row: Mapping[str, Any]) -> str:
