@@ -50,6 +50,7 @@ class Size:
     root: folder of all its runs.
     max_bytes: most bytes of text that are read; 0 for all.
     adapt_steps: optimizer updates of a pair.
+    unbalanced_steps: those of the unbalanced pair, which is not tuned.
     tune_steps: optimizer updates of tuning.
     evaluations: evaluations during the training of a pair.
     eval_rows: held-out rows.
@@ -58,14 +59,15 @@ class Size:
   root: str
   max_bytes: int
   adapt_steps: int
+  unbalanced_steps: int
   tune_steps: int
   evaluations: int
   eval_rows: int
 
 
 SIZES = {
-  'smoke': Size('runs/quickstart_smoke', 400_000, 4, 2, 2, 16),
-  'default': Size('runs/quickstart', 3_000_000, 80, 110, 4, 64),
+  'smoke': Size('runs/quickstart_smoke', 400_000, 4, 4, 2, 2, 16),
+  'default': Size('runs/quickstart', 3_000_000, 140, 35, 110, 4, 64),
 }
 
 
@@ -165,7 +167,8 @@ def _set_pair(config, size, run):
   if run == 'unbalanced':
     config.init.decoder = f'{size.root}/decoder_only_small'
     # About 5 % of the steps, as K = 1000 is of the paper's.
-    config.train.cross_attention_warmup = max(size.adapt_steps // 20, 1)
+    config.train.steps = size.unbalanced_steps
+    config.train.cross_attention_warmup = max(config.train.steps // 20, 1)
 
 
 def _tuned(name, run):

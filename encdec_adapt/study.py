@@ -320,26 +320,27 @@ def _choose_rate(
 ) -> tuple[int, float | None]:
   *arguments, workdir = arguments
   workdir = workdir.removeprefix('--workdir=')
-  waiting, extra, found = list(rate.values), rate.extra, {}
+  waiting, extra, values = list(rate.values), rate.extra, {}
   while waiting:
     value = waiting.pop(0)
-    status, found[value] = _tried(value, workdir, rate.metric, arguments)
+    status, values[value] = _tried(value, workdir, rate.metric, arguments)
     if status:
       return status, None
     if waiting:
       continue
-    best = rate.best(found)
+    best = rate.best(values)
     if best is None:
       raise errors.UserError(
-        f'none of the rates {found} has a finite {rate.metric}.'
+        f'none of the rates {values} has a finite {rate.metric}.'
       )
     factor = rate.values[1] / rate.values[0] if len(rate.values) > 1 else 1.0
-    beyond = {min(found): best / factor, max(found): best * factor}.get(best)
+    beyond = {min(values): best / factor, max(values): best * factor}.get(best)
     if extra and beyond and factor > 1:
       waiting, extra = [beyond], extra - 1
-  summary = {'found': {f'{x:g}': y for x, y in found.items()}, 'rate': best}
+  texts = {f'{x:g}': y for x, y in values.items()}
+  summary = {rate.results: texts, 'rate': best}
   atomic.write_json(paths.at(workdir) / 'rates.json', summary)
-  print(f'{rate.metric}: {summary["found"]}: the rate is {best:g}')
+  print(f'the {rate.results} are {texts}: the rate is {best:g}')
   return 0, best
 
 
@@ -355,8 +356,8 @@ def _tried(
     except errors.DivergedError as error:
       print(f'at the rate {value:g}: {error}')
       return 0, math.nan
-  found = {} if status else atomic.read_json(summary)
-  return status, found.get(f'eval_{metric}', math.nan)
+  ends = {} if status else atomic.read_json(summary)
+  return status, ends.get(f'eval_{metric}', math.nan)
 
 
 def _listing(states: stage_states.States, cores: int, as_json: bool) -> str:

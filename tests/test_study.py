@@ -54,7 +54,7 @@ def test_the_rate_of_the_lowest_finite_loss_is_chosen(tmp_path, monkeypatch):
   # A choice that was interrupted repeats no run.
   assert _losses_by_rate(tmp_path, monkeypatch, losses)[1] == []
   saved = json.loads((tmp_path / 'rate' / 'rates.json').read_text())
-  assert saved['rate'] == 2e-3 and saved['found']['0.001'] == 2.75
+  assert saved['rate'] == 2e-3 and saved['losses']['0.001'] == 2.75
 
 
 def test_rates_beyond_an_edge_are_tried_twice_at_most(tmp_path, monkeypatch):

@@ -23,6 +23,8 @@ DIRECTIONS = ('greater', 'less', 'equal', 'no better')
 # Most claims with a verdict: more would widen the intervals.
 MOST_PRIMARY = 5
 LOSS = 'held_out/loss'
+# Metric of a sweep of the learning rate -> key of its values in rates.json.
+RATE_METRICS = {'loss': 'losses', 'reward': 'rewards'}
 _NAME = re.compile(r'\w[\w.-]*')
 _PLACEHOLDER = re.compile(r'\{(\w[\w.-]*)\}')
 # Placeholders other than names of arms and commands.
@@ -130,11 +132,18 @@ class Rate:
   extra: int = 2
   metric: str = 'loss'
 
-  def best(self, found: Mapping[Any, float | None]) -> Any:
-    """Returns the rate with the best metric; None if none is finite."""
-    finite = [k for k, x in found.items() if x is not None and math.isfinite(x)]
+  @property
+  def results(self) -> str:
+    """Key of the metric at each rate in rates.json."""
+    return RATE_METRICS[self.metric]
+
+  def best(self, values: Mapping[Any, float | None]) -> Any:
+    """Returns the rate with the best value; None if none is finite."""
+    finite = [
+      k for k, x in values.items() if x is not None and math.isfinite(x)
+    ]
     choose = max if self.metric == 'reward' else min
-    return choose(finite, key=found.get, default=None)
+    return choose(finite, key=values.get, default=None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -269,10 +278,10 @@ class Study:
         )
     for rate in self.rates:
       self._require([rate.arm], f'rate {rate.name} trains', self.arms)
-      if rate.metric not in ('loss', 'reward'):
+      if rate.metric not in RATE_METRICS:
         raise self.error(
-          f'rate {rate.name} has metric={rate.metric!r}, which must be loss or'
-          ' reward'
+          f'rate {rate.name} has metric={rate.metric!r}, which must be one of'
+          f' {", ".join(RATE_METRICS)}'
         )
     for command in self.commands:
       self._require(command.after, f'command {command.name} reads')
@@ -301,9 +310,9 @@ class Study:
     """What each claim says, by sentence; recorded at the first start."""
     floors = [self.evaluation_for(x).floors for x in self.claims]
     return {
-      x.sentence: f'{x.direction} by {x.smallest}{", primary" * x.primary}'
-      f'{", paired" * x.paired}: {x.metric} of {", ".join(x.contrast)},'
-      f' {self.planned_seeds(x)} seeds, floor {floor.get(x.metric)}'
+      x.sentence: f'{x.direction} by {x.smallest}: {x.metric} of'
+      f' {", ".join(x.contrast)}, {self.planned_seeds(x)} seeds, floor'
+      f' {floor.get(x.metric)}, primary: {x.primary}, paired: {x.paired}'
       for x, floor in zip(self.claims, floors, strict=True)
     }
 

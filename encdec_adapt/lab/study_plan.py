@@ -48,7 +48,7 @@ _SHAPE += ('teacher.',)
 def describe(study: pages.Study, states: stage_states.States) -> str:
   """Describes the cost of unfinished stages; measures steps without a time.
 
-  Of a trial, nothing is measured and no text is read: it would take longer.
+  A trial is estimated from FLOPs: to measure its steps would take longer.
 
   Args:
     study: the study.

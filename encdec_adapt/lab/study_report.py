@@ -401,8 +401,8 @@ class _Page:
     arms = {x.name: x.rate for x in self._study.arms}
     for rate in self._study.rates:
       if rate.name == arms.get(name):
-        found = self._collected.rates.get(rate.name)
-        edge = ' (edge)' * bool(found and _chosen(rate, found)[1])
+        values = self._collected.rates.get(rate.name)
+        edge = ' (edge)' * bool(values and _chosen(rate, values)[1])
         return edge + f', that of {rate.arm}' * (rate.arm != name)
     return ''
 
@@ -583,17 +583,17 @@ def _label(metric: str) -> str:
 
 
 def _chosen(
-  rate: pages.Rate, found: Mapping[str, float]
+  rate: pages.Rate, values: Mapping[str, float]
 ) -> tuple[str, tuple[str, str] | None]:
   """Returns the best rate and, for an edge, its name and what is beyond it."""
-  best, tried = rate.best(found), sorted(found, key=float)
+  best, tried = rate.best(values), sorted(values, key=float)
   edges = {tried[0]: ('smallest', 'smaller'), tried[-1]: ('largest', 'larger')}
   return best, edges.get(best) if len(tried) > 1 else None
 
 
-def _rate(rate: pages.Rate, found: Mapping[str, float]) -> str:
-  best, edge = _chosen(rate, found)
-  listed = ', '.join(f'{k}: {numbers.loss(x)}' for k, x in found.items())
+def _rate(rate: pages.Rate, values: Mapping[str, float]) -> str:
+  best, edge = _chosen(rate, values)
+  listed = ', '.join(f'{k}: {numbers.loss(x)}' for k, x in values.items())
   text = (
     f'{rate.name}: the best learning rate is {best} ({rate.metric} on'
     f' rows that reports leave out: {listed})'

@@ -49,9 +49,10 @@ def scores(
   if states.status(stage) != stage_states.FINISHED:
     return []
   if stage.rate:
-    found = atomic.read_json(states.folder(stage) / 'rates.json')['found']
+    summary = atomic.read_json(states.folder(stage) / 'rates.json')
     return [
-      ({}, results_store.Score('rate', x, found[x], None, 1)) for x in found
+      ({}, results_store.Score('rate', x, value, None, 1))
+      for x, value in summary[stage.rate.results].items()
     ]
   with results_store.Store(states.folder(stage)) as store:
     return store.entries()
@@ -156,11 +157,10 @@ def store(content: collected.Collected, states: stage_states.States) -> None:
           f' {folder.parent / "stages" / folder.name}, to use the stored ones.'
         )
   if paths.at(study.results).exists():
-    # Of stages that are not finished here, such as with another Python.
-    _, kept = stored_results.read(study.results)
-    results |= {
-      k: x for k, x in kept.items() if k in states.stages.keys() - results
-    }
+    # Stages that are not finished here, such as with another Python, stay.
+    _, in_file = stored_results.read(study.results)
+    missing = states.stages.keys() & in_file.keys() - results
+    results |= {name: x for name, x in in_file.items() if name in missing}
   facts = {'study': study.name, 'claims': states.terms}
   if results:
     stored_results.write(study.results, facts, results)
@@ -217,9 +217,9 @@ def collect(
     ],
     notes=[*_notes(started), *_audit(study, states)],
     rates={
-      name: {x.metric: x.value for _, x in found}
+      name: {x.metric: x.value for _, x in entries}
       for name, stage in states.stages.items()
-      if stage.rate and (found := scores(states, stage))
+      if stage.rate and (entries := scores(states, stage))
     },
     request=request,
     samples=_samples(study, states),

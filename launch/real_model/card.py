@@ -93,7 +93,7 @@ class Run:
 
     Args:
       name: name of the part.
-      command: its process.
+      command: command line of its process.
       limit: seconds to SIGTERM; fewer if the run has fewer left.
       results: returns what comes back, also of a part that is not finished.
       stop: returns the seconds of a step that is too slow, else 0.

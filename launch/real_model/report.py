@@ -142,28 +142,24 @@ def _scores(part: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _score_on(scores: Mapping[str, Any], metric: str, text: str) -> Any:
-  """Returns a score on the rows of a held-out text; None without any."""
-  from encdec_adapt.evaluation.results import results_store
+  """Returns a score on the documents of a held-out text; None without any."""
+  from encdec_adapt.evaluation.results import contrasts, results_store
 
-  score = scores.get(metric)
+  if metric not in scores:
+    return None
+  score = scores[metric]
+  (numerators,), weights = contrasts.sums([[score]])
+  groups = sorted({*score.groups})
   # A document's id begins with its file.
-  index = [
-    i
-    for i, group in enumerate(score.groups if score else ())
-    if group.startswith(f'{text}.jsonl')
-  ]
+  index = [i for i, x in enumerate(groups) if x.startswith(f'{text}.jsonl')]
   if not index:
     return None
-  weights = np.array(score.weights or [1.0] * score.n)
-  # The scores of a ratio are linearised, see `results_store.ratio_score`.
-  numerators = np.subtract(score.scores, score.value) * weights.mean()
-  numerators += score.value * weights
   return results_store.ratio_score(
     text,
     metric,
     numerators[index],
     weights[index],
-    [score.groups[i] for i in index],
+    [groups[i] for i in index],
   )
 
 

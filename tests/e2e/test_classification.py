@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import encdec_adapt
+from encdec_adapt.evaluation.results import results_store
 from tests import tiny
 from tests.e2e import folders
 
@@ -64,6 +65,14 @@ def test_a_decoder_learns_labels_and_stops_early(file, tmp_path, request):
   found = folders.evaluate(tmp_path / 'run', tmp_path / 'run/records/eval')
   assert found['accuracy'] > 0.9 and found['macro_f1'] > 0.9
   assert found['majority'] < found['accuracy']
+  with results_store.Store(tmp_path / 'run' / 'evaluation') as store:
+    scores = {x.metric: x for _, x in store.entries()}
+  majority, accuracy = scores['majority'], scores['accuracy']
+  # Row by row, so that a report leaves the same rows out of both.
+  assert majority.groups == accuracy.groups
+  assert {*map(round, majority.scores)} == {0, 1}
+  share = sum(majority.scores) / majority.n
+  assert found['majority'] == pytest.approx(max(share, 1 - share))
   # It has ended: the same command trains no more.
   again = _train(source, file, tmp_path / 'run', *flags)
   assert again.returncode == 0, again.stdout + again.stderr

@@ -120,7 +120,11 @@ def test_configurations_are_found_beside_a_foreign_folder(
     ([], 0, console.COMMANDS),
     (['--version'], 0, [f'encdec_adapt {encdec_adapt.__version__}\n']),
     (['trian'], 2, ["did you mean 'train'?"]),
-    (['train', '--config=gemma3'], 2, ['gemma3', 'gemma2, gemma3_270m, laptop']),
+    (
+      ['train', '--config=gemma3'],
+      2,
+      ['gemma3', 'gemma2, gemma3_270m, laptop'],
+    ),
   ],
 )
 def test_the_console_script_runs_commands(

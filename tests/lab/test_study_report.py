@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import json
+import types
 
 import numpy as np
 import pytest
@@ -214,21 +215,23 @@ def _scores(run, **changes):
   return dataclasses.replace(run, scores={'loss': scores})
 
 
-def test_a_claim_needs_an_arm_that_has_learned():
+def _reading_inputs(run, cost):
+  """A run whose loss with other inputs is higher by `cost`."""
+  (loss,) = (y for y in run.scores['loss'] if y.metric == 'loss')
+  others = dataclasses.replace(
+    loss,
+    metric='loss_shuffled_prefix',
+    value=loss.value + cost,
+    scores=tuple(y + cost for y in loss.scores),
+  )
+  return _scores(run, loss_shuffled_prefix=others)
+
+
+def test_a_claim_needs_an_arm_that_has_learned(monkeypatch):
   content = _collected(_study())
 
-  def verdicts_of(least, metric='held_out/loss'):
-    # Of all, the loss with other inputs is this much above the loss.
-    runs = []
-    for x in content.runs:
-      (loss,) = (y for y in x.scores['loss'] if y.metric == 'loss')
-      others = dataclasses.replace(
-        loss,
-        metric='loss_shuffled_prefix',
-        value=loss.value + least,
-        scores=tuple(y + least for y in loss.scores),
-      )
-      runs.append(_scores(x, loss_shuffled_prefix=others))
+  def verdicts_of(cost):
+    runs = [_reading_inputs(x, cost) for x in content.runs]
     ahead, *_ = _results(dataclasses.replace(content, runs=runs))
     return ahead.outcome
 
@@ -237,6 +240,26 @@ def test_a_claim_needs_an_arm_that_has_learned():
     'not learned at 2.35 M parameters: ahead of the floor by at most 0.019'
   )
   assert verdicts_of(-0.5).endswith('ahead of the floor by at most 0')
+  low = types.SimpleNamespace(is_low=True)
+  monkeypatch.setattr(claim_results, 'power', lambda *_: low)
+  assert verdicts_of(0.019).endswith(
+    'low power, ahead of the floor by at most 0.019'
+  )
+
+
+def test_a_gain_needs_a_model_that_has_learned_by_tuning():
+  gain = _claim(('scratch', 'adapted', 'source', 'source'))
+  content = _collected(_study(claims=(gain,)))
+
+  def verdict(costs):
+    runs = [_reading_inputs(x, costs[x.model]) for x in content.runs]
+    (result,) = _results(dataclasses.replace(content, runs=runs))
+    return result.verdict
+
+  # What the model before tuning reads does not count.
+  costs = {'scratch': 0.0, 'adapted': 0.0, 'source': 1.0}
+  assert verdict(costs) == 'not learned'
+  assert verdict(costs | {'adapted': 1.0}) == 'reproduced'
 
 
 def test_the_most_frequent_label_is_a_floor():

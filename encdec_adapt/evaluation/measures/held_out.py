@@ -186,7 +186,7 @@ def _majority(
   stream: Iterator[framing.Batch],
   groups: Sequence[str],
 ) -> results_store.Score:
-  """Returns the accuracy of the most frequent label on every row."""
+  """Returns the accuracy of predicting the most frequent label everywhere."""
   run = functools.partial(_label_counts, placement)
   counts = np.concatenate([*perplexity.outputs(run, stream, placement)])
   # Filler rows of the last batch have no labels.
