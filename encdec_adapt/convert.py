@@ -9,6 +9,8 @@ r"""Converts models between Hugging Face folders and our checkpoints.
     python -m encdec_adapt.convert merge A B ... [--weights=0.7,0.3] \
       [--last=3] [--start=C] --output=CKPT
     python -m encdec_adapt.convert merge-lora --checkpoint=CKPT --output=CKPT
+    python -m encdec_adapt.convert resize --checkpoint=SRC --tokens=FILE \
+      --output=CKPT
     python -m encdec_adapt.convert verify A B [--rows=4 --length=64] \
       [--with=transformers]
     python -m encdec_adapt.convert push HF_DIR --repo=ORG/NAME [--public]
@@ -31,6 +33,7 @@ from encdec_adapt.exchange import (
   inspection,
   merging,
   peft_exchange,
+  resizing,
 )
 from encdec_adapt.models import model_config
 from encdec_adapt.stored import model_on_disk
@@ -259,6 +262,25 @@ COMMANDS = {
       command.string('checkpoint', 'A run of adapters, or RUN@STEP.'), _OUTPUT
     ),
     peft_exchange.merge_adapters,
+  ),
+  'resize': command.Subcommand(
+    'add tokens to a model and its tokenizer -> checkpoint at step 0',
+    command.define(
+      command.string(
+        'checkpoint', 'A run, RUN@STEP, or a Hugging Face folder.'
+      ),
+      command.string(
+        'tokens',
+        'File of new tokens, one a line; a tab and the name of a piece after it'
+        ' copy the rows of that piece. Other rows are drawn with the mean and'
+        ' deviation of the rows of text. Default: no tokens, only rows for'
+        ' those that the tokenizer has and the table has not.',
+      ),
+      _OUTPUT,
+      command.integer('seed', 'Seed of drawn rows.', default=0),
+      _MULTIPLE,
+    ),
+    resizing.resize_model,
   ),
   'verify': command.Subcommand(
     'compare the logits of two models on random tokens',

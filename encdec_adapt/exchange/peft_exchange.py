@@ -16,7 +16,6 @@ from encdec_adapt.huggingface import (
   config_json,
   new_folder,
   peft_folder,
-  t5_json,
   weights,
 )
 from encdec_adapt.models import adapters as adapters_lib
@@ -161,14 +160,7 @@ def _layout(model: model_config.ModelConfig) -> weights.Layout:
   """Returns the names of a model's tensors in transformers.
 
   Raises:
-    UserError: transformers has no class for the model, or it is a T5 variant.
+    UserError: transformers has no class for the model.
   """
   raw, _ = config_json.raw_from_model(model)
-  if (kind := raw['model_type']) in t5_json.TYPES:
-    raise errors.UserError(
-      f'the base is of model_type {kind!r}, and adapters of'
-      f' {", ".join(t5_json.TYPES)} are not exchanged with PEFT; merge them'
-      ' into the base (`convert merge-lora`, or merge_and_unload of PEFT), and'
-      ' export or import the merged model.'
-    )
   return config_json.model_from_raw(raw, 'the base')[1]

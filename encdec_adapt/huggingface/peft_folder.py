@@ -82,10 +82,12 @@ def files(
     tensors[_PREFIX + name] = np.ascontiguousarray(slot.to_theirs(ours))
     module = name.rpartition('.')[0].removesuffix('.lora_A')
     modules[slot.path in adapters.full].add(module.removesuffix('.lora_B'))
-  model = adapters.model
-  task = 'SEQ_CLS' if heads.classifies(model.decoder.head) else 'CAUSAL_LM'
+  model, stack = adapters.model, adapters.model.decoder
+  task = 'SEQ_CLS' if heads.classifies(stack.head) else 'CAUSAL_LM'
   if model.architecture.encodes_prompt:
     task = 'SEQ_2_SEQ_LM'
+  elif stack.relative and stack.role == 'bidirectional':
+    task = 'FEATURE_EXTRACTION'  # `T5EncoderModel`.
   config = {
     'peft_type': 'LORA',
     'task_type': task,
@@ -267,7 +269,8 @@ def _targets(
     if module not in leaves or leaves[module].split('/')[1] == 'embedder':
       cause = 'belongs to no module of the base that can have adapters here;'
       cause += ' the adapters are of another model'
-      if 'embed_tokens' in name or (is_tied and 'lm_head' in name):
+      tables = 'embed_tokens', *layout.embedder.values()
+      if any(x in name for x in tables) or (is_tied and 'lm_head' in name):
         cause = 'is of the embeddings, or of a head that is tied to them, and'
         cause += ' PEFT changes one without the other; leave out both'
       elif '.base_layer.' in name:

@@ -324,8 +324,9 @@ def make(model: model_config.ModelConfig, options: Options) -> Adapters | None:
 
 def name_of(path: str) -> str:
   """Returns the name of a parameter, of all layers, in `targets` or `full`."""
-  stack, *_, module, leaf = path.split('/')
-  return f'{stack}/{_PARTS.get(module, module)}/{leaf}'
+  stack, leaf = path.split('/')[0], path.split('/')[-1]
+  module = path.split('/')[-2]  # The stack, of a relative position bias.
+  return '/'.join(dict.fromkeys((stack, _PARTS.get(module, module), leaf)))
 
 
 def _names(path: str) -> frozenset[str]:

@@ -130,6 +130,24 @@ def keep(workdir: str | os.PathLike[str], sources: Folders) -> None:
       vision.keep(part, folder)
 
 
+def replace_tokenizers(
+  workdir: str | os.PathLike[str], tokenizers: Folders
+) -> None:
+  """Replaces the tokenizer files that `keep` has copied.
+
+  Args:
+    workdir: the work directory.
+    tokenizers: folders of the new files, by stack; a stack that is missing has
+      the decoder's.
+  """
+  for stack, folder in tokenizer_folders(workdir).items():
+    source = tokenizers.get(stack, tokenizers['decoder'])
+    for name in vocabulary_pair.FILES:
+      (folder / name).unlink(missing_ok=True)
+      if (source / name).is_file():
+        paths.copy(source / name, folder / name)
+
+
 def base_models(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
   """Describes the pretrained models that a model was made from.
 

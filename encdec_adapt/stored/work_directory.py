@@ -55,6 +55,8 @@ class Contents:
     run: work directory of the run that trained the model; its objective and
       loss define labels, prompts and temperature of a model with a head.
     framing: prompt framing of a language model without `run`.
+    tokenizers: by stack, folders of tokenizer files in place of those of
+      `sources`; a stack that is missing has the decoder's.
   """
 
   model: model_config.ModelConfig
@@ -67,6 +69,7 @@ class Contents:
   base: Mapping[str, str] | None = None
   run: paths.Path | None = None
   framing: prompt_framing.PromptFraming = prompt_framing.PromptFraming()
+  tokenizers: pretrained_files.Folders = dataclasses.field(default_factory=dict)
 
 
 def write(
@@ -124,6 +127,8 @@ def write(
     if opened:
       keep_vocabularies(draft, opened)
     pretrained_files.keep(draft, contents.sources)
+    if contents.tokenizers:
+      pretrained_files.replace_tokenizers(draft, contents.tokenizers)
     if contents.coverage:
       atomic.write_json(draft / COVERAGE, contents.coverage.to_json())
     meta = {

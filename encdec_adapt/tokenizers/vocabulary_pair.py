@@ -152,7 +152,8 @@ def check_size(
     raise errors.UserError(
       f"the vocabulary {path} has {size} tokens{added} and the {side}'s table"
       f' {rows} rows, none for {piece(used)!r} ({used}); give the vocabulary of'
-      ' this model' + (f', or set {key}={size}' if key else '') + '.'
+      ' this model, or '
+      + (f'set {key}={size}.' if key else 'add the rows by `convert resize`.')
     )
   if not surplus:
     return ''

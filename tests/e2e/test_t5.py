@@ -105,9 +105,18 @@ def test_from_pretraining_to_transformers(pairs, tmp_path):
   assert (on.init.mode, on.init.encoder) == ('checkpoint', str(pretrained))
   assert on.data.objective == 'span_corruption'
   assert on.model.encoder.width == SHAPE['width']
-  tuned = job(f'sft.py:source={pretrained}', (32, 16), tmp_path / 'run', pairs)
-  assert encdec_adapt.load(tuned).config.decoder.relative
+  (tmp_path / 'tokens').write_text('zorp\n')
+  flags = f'--checkpoint={pretrained}', f'--output={tmp_path}/resized'
+  assert tiny.convert('resize', *flags, f'--tokens={tmp_path}/tokens') == 0
+  source = f'sft.py:source={tmp_path}/resized'
+  tuned = job(source, (32, 16), tmp_path / 'run', pairs, *MESH)
+  model = encdec_adapt.load(tuned).config.decoder
+  assert (bool(model.relative), model.vocab_size) == (
+    True, sizes['vocab_size'] + 1
+  )  # fmt: skip
   assert_transformers_agrees(tuned, tmp_path)
+  tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / 'exported')
+  assert tokenizer.convert_tokens_to_ids('zorp') == sizes['vocab_size']
 
 
 @pytest.mark.parametrize('kind', ['flan', 'codet5'])

@@ -32,6 +32,24 @@ CASES = {
   'qwen2': {},
   'gemma2 part': {'rank_pattern': RANKS, 'alpha_pattern': {'v_proj': 2}},
   'llama3 part': {'rank_pattern': RANKS, 'use_rslora': True},
+  't5': {
+    'target_modules': ['q', 'v'],
+    'modules_to_save': ['relative_attention_bias'],
+  },
+  't5_v1_1': {
+    'target_modules': ['wi_0', 'wo'],
+    'modules_to_save': ['lm_head', 'final_layer_norm'],
+  },
+  'mt5': {'target_modules': 'all-linear'},
+  'umt5': {
+    'target_modules': r'.*decoder.*EncDecAttention\.(q|k)',
+    'modules_to_save': ['relative_attention_bias'],
+  },
+  't5 part': {
+    'target_modules': ['q', 'wi'],
+    'rank_pattern': {r'decoder\..*\.q': 2},
+    'layers_to_transform': [0, 2],
+  },
   'qwen2 part': {'alpha_pattern': RANKS, 'layers_to_transform': [0, 2]},
 }
 
@@ -137,17 +155,24 @@ def test_bfloat16_stays_and_damage_is_named(saved, tmp_path):
 
 
 @pytest.mark.parametrize(
-  'options, words',
+  'name, options, words',
   [
-    ({'use_dora': True}, 'use_dora'),
-    ({'lora_alpha': 0}, 'lora_alpha is 0'),
-    ({'target_modules': ['q_proj', 'embed_tokens']}, 'embed_tokens.* tied to'),
-    ({'modules_to_save': ['embed_tokens']}, 'embed_tokens.* tied to'),
-    ({'modules_to_save': ['lm_head']}, 'lm_head.* tied to'),
+    ('gemma2', {'use_dora': True}, 'use_dora'),
+    ('gemma2', {'lora_alpha': 0}, 'lora_alpha is 0'),
+    (
+      'gemma2',
+      {'target_modules': ['q_proj', 'embed_tokens']},
+      'embed_tokens.* tied to',
+    ),
+    ('gemma2', {'modules_to_save': ['embed_tokens']}, 'embed_tokens.* tied to'),
+    ('gemma2', {'modules_to_save': ['lm_head']}, 'lm_head.* tied to'),
+    ('t5', {'target_modules': ['q', 'shared']}, 'shared.* tied to'),
   ],
 )
-def test_what_has_no_counterpart_is_refused(saved, tmp_path, options, words):
-  model, folder, _ = saved('gemma2')
+def test_what_has_no_counterpart_is_refused(
+  saved, tmp_path, name, options, words
+):
+  model, folder, _ = saved(name)
   _adapt(model, **options).save_pretrained(tmp_path / 'theirs')
   flags = [f'--source={tmp_path}/theirs', f'--output={tmp_path}/run']
   with pytest.raises(errors.UserError, match=words):
@@ -169,10 +194,27 @@ def test_adapters_of_another_model_are_refused(saved, tmp_path):
   assert model_on_disk.open_model(other).adapters is None
 
 
-def test_adapters_of_t5_are_refused(saved, tmp_path):
-  model, folder, ours = saved('t5')
-  _adapt(model, target_modules=['q', 'v']).save_pretrained(tmp_path / 'theirs')
-  flags = [f'--source={tmp_path}/theirs', f'--output={tmp_path}/run']
-  words = "model_type 't5'.* not exchanged with PEFT; merge them"
-  with pytest.raises(errors.UserError, match=words):
-    tiny.convert('import', *flags, f'--base={folder}')
+def test_adapters_of_a_t5_encoder(tmp_path):
+  settings = tiny_models.transformers.T5Config(**tiny_models.T5)
+  case = tiny_models.Case('T5EncoderModel', lambda: settings, '')
+  model, folder = tiny_models.make(case), tmp_path / 'model'
+  model.save_pretrained(folder)
+  theirs = _adapt(model, target_modules='all-linear')
+  theirs.save_pretrained(tmp_path / 'theirs')
+  flags = [f'--source={tmp_path}/theirs', f'--base={folder}']
+  assert tiny.convert('import', *flags, f'--output={tmp_path}/run') == 0
+  flags = [f'--checkpoint={tmp_path}/run', f'--output={tmp_path}/ours']
+  assert tiny.convert('export', *flags, '--layout=peft') == 0
+  again = peft.PeftModel.from_pretrained(model, tmp_path / 'ours').eval()
+  rows = tiny_models.batch(tiny_models.CASES['t5'])
+  tokens = torch.tensor(rows.encoder).long()
+  mask = torch.tensor(rows.encoder_mask)
+  with torch.no_grad():
+    expected = theirs(tokens, mask.long()).last_hidden_state
+    exported = again(tokens, mask.long()).last_hidden_state
+  assert torch.equal(expected[mask], exported[mask])
+  ours = encdec_adapt.load(tmp_path / 'run')
+  got = np.asarray(ours.encode(rows.encoder, rows.encoder_mask))
+  np.testing.assert_allclose(
+    got[rows.encoder_mask], expected[mask].numpy(), rtol=0, atol=TOLERANCE
+  )

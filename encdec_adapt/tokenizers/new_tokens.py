@@ -1,0 +1,131 @@
+"""Adds tokens to the tokenizer files of a folder.
+
+A new token matches wherever its text occurs, before the text is split into
+pieces, as after `add_tokens` in transformers. A name of a special token
+(`vocabulary.SPECIAL`) never matches in text. Both are in tokenizer.json alone,
+so the SentencePiece model beside it, which lacks them, is removed.
+"""
+
+from collections.abc import Mapping
+import pathlib
+
+import tokenizers
+
+from encdec_adapt.base import errors
+from encdec_adapt.files import atomic, paths
+from encdec_adapt.tokenizers import (
+  tokenizer_writer,
+  vocabulary,
+  vocabulary_pair,
+)
+
+_LISTED = 'added_tokens_decoder'  # In tokenizer_config.json.
+_ADDED = 'added_tokens.json'
+
+
+def read_file(path: str) -> dict[str, str]:
+  """Reads a file of new tokens, one a line.
+
+  Args:
+    path: the file. A line is a token, or a token, a tab and the name of the
+      piece whose rows it copies.
+
+  Returns:
+    Token -> piece, '' to draw its rows.
+
+  Raises:
+    UserError: a line is empty, has spaces around its token, or occurs twice.
+  """
+  tokens: dict[str, str] = {}
+  for number, line in enumerate(paths.at(path).read_text().splitlines(), 1):
+    token, _, piece = line.partition('\t')
+    problem = ''
+    if not token or token != token.strip():
+      problem = 'must be a token without spaces around it'
+    elif token in tokens:
+      problem = 'is a token of an earlier line; remove one'
+    if problem:
+      raise errors.UserError(f'line {number} of {path}, {line!r}, {problem}.')
+    tokens[token] = piece
+  return tokens
+
+
+def add(
+  folder: pathlib.Path, tokens: Mapping[str, str]
+) -> dict[int, int | None]:
+  """Adds tokens to the files that `tokenizer_writer.write` has completed.
+
+  Args:
+    folder: a local folder.
+    tokens: result of `read_file`.
+
+  Returns:
+    Id of each token -> id of its piece, None to draw its rows.
+
+  Raises:
+    UserError: there is no tokenizer.json, a token exists, a piece to copy does
+      not, or text with a token is not given back.
+  """
+  file = folder / tokenizer_writer.JSON
+  if not file.exists():
+    raise errors.UserError(
+      f'the vocabulary has no {file.name}, and ByT5 can have none: its'
+      ' tokenizer is bytes alone; add tokens to another model.'
+    )
+  tokenizer = tokenizers.Tokenizer.from_file(str(file))
+  for token, piece in tokens.items():
+    if (known := tokenizer.token_to_id(token)) is not None:
+      raise errors.UserError(
+        f'the token {token!r} exists already, with the id {known}; remove its'
+        ' line.'
+      )
+    if piece and tokenizer.token_to_id(piece) is None:
+      raise errors.UserError(
+        f'the token {token!r} copies {piece!r}, which is no piece of the'
+        ' vocabulary; pieces are named as in tokenizer.json (\u2581the, Ġthe).'
+      )
+  special = {x: bool(vocabulary.SPECIAL.fullmatch(x)) for x in tokens}
+  added = [
+    tokenizers.AddedToken(token, normalized=False, special=special[token])
+    for token in tokens
+  ]
+  tokenizer.add_tokens(added)
+  tokenizer.save(str(file))
+  id_of = tokenizer.token_to_id
+  ids = {token: id_of(token) for token in tokens}
+  for name in (vocabulary_pair.SENTENCEPIECE, vocabulary_pair.T5):
+    (folder / name).unlink(missing_ok=True)
+  config = atomic.read_json(folder / tokenizer_writer.CONFIG)
+  if _LISTED in config:
+    # transformers' classes that rebuild the tokenizer read only this list.
+    config[_LISTED] |= {
+      str(i): {'content': token, 'normalized': False, 'special': special[token]}
+      for token, i in ids.items()
+    }
+    atomic.write_json(folder / tokenizer_writer.CONFIG, config)
+  if (folder / _ADDED).exists():
+    listed = atomic.read_json(folder / _ADDED)
+    atomic.write_json(folder / _ADDED, listed | ids)
+  _check(vocabulary_pair.open_vocabulary(file), ids, special)
+  return {
+    ids[x]: id_of(piece) if piece else None for x, piece in tokens.items()
+  }
+
+
+def _check(
+  vocab: vocabulary.Vocabulary,
+  ids: Mapping[str, int],
+  special: Mapping[str, bool],
+) -> None:
+  for token, i in ids.items():
+    text = f'a {token} b'
+    read = vocab.encode(text)
+    # T5 merges spaces, and lacks characters.
+    lost = vocab.decode(read) != text and not vocab.ids.ends_with_eos
+    if lost or (i in read) == special[token]:
+      raise errors.UserError(
+        f'with the token {token!r} the tokenizer reads {text!r} as'
+        f' {[*map(vocab.piece, read)]}, and gives back {vocab.decode(read)!r};'
+        ' spell it in ASCII, or give a model whose tokenizer puts no space'
+        ' before a text (not Llama 2).'
+      )

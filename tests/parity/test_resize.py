@@ -1,0 +1,138 @@
+"""`convert resize`: new tokens of a model, read alike by transformers."""
+
+import numpy as np
+import pytest
+
+import encdec_adapt
+from encdec_adapt.base import errors
+from encdec_adapt.stored import model_on_disk
+from encdec_adapt.tokenizers import vocabulary_pair
+from tests import tiny
+from tests.parity import tiny_models
+
+pytestmark = pytest.mark.parity
+torch, transformers = tiny_models.torch, tiny_models.transformers
+
+# Model -> its tokenizer, and its tables and heads.
+CASES = {
+  'gemma2': ('gemma', 1),
+  'llama3': ('llama3', 2),
+  'qwen2': ('qwen', 2),
+  't5gemma_unbalanced': ('gemma', 3),
+  't5': ('t5', 1),
+  'umt5': ('t5', 2),
+}
+DRAWN, COPIED, SPECIAL = 'kinase', 'zorp', '<|tool|>'
+TEXT = 'a kinase of zorpkinase'
+
+
+def _save(folder, name, more=0):
+  """Saves a model with `more` rows than its tokenizer has tokens."""
+  case, family = tiny_models.CASES[name], CASES[name][0]
+  if family == 't5':
+    tiny_models.save_t5_tokenizer(folder)
+  else:
+    tiny_models.save_tokenizer(folder, family)
+  tokens = vocabulary_pair.open_vocabulary(folder)
+  size = tokens.size + more
+  settings = case.settings()
+  parts = [settings, getattr(settings, 'encoder', None)]
+  for part in [*parts, getattr(settings, 'decoder', None)]:
+    if part is not None:
+      part.vocab_size = size
+      if family != 't5':
+        part.bos_token_id, part.eos_token_id = tokens.bos, tokens.eos
+        part.pad_token_id = tokens.pad
+  model = tiny_models.make(case, settings=settings)
+  model.save_pretrained(folder)
+  return model
+
+
+def _write(path, *lines):
+  path.write_text('\n'.join(lines) + '\n')
+  return f'--tokens={path}'
+
+
+@pytest.mark.parametrize('name', CASES)
+def test_tokens_are_added(tmp_path, name):
+  folder, run, out = (tmp_path / x for x in ('model', 'run', 'export'))
+  case = tiny_models.CASES[name]
+  more = 2 if name == 't5' else 0  # T5 itself has rows without tokens.
+  theirs = _save(folder, name, more)
+  vocab = vocabulary_pair.open_vocabulary(folder)
+  source, size = int(vocab.text_ids[-1]), vocab.size
+  copied = f'{COPIED}\t{vocab.piece(source)}'
+  tokens = _write(tmp_path / 'tokens', DRAWN, copied, SPECIAL)
+  flags = f'--checkpoint={folder}', f'--output={run}', '--vocab_multiple=8'
+  assert tiny.convert('resize', *flags, tokens) == 0
+
+  stored = model_on_disk.open_model(run)
+  vocab = stored.require_vocabularies().decoder
+  ids = {x: size + i for i, x in enumerate((DRAWN, COPIED, SPECIAL))}
+  read = vocab.encode(TEXT).tolist()
+  new = [ids[x] for x in (DRAWN, COPIED, DRAWN)]
+  assert [i for i in read if i >= size] == new
+  assert max(vocab.encode(SPECIAL)) < size == vocab.specials[SPECIAL] - 2
+  before = model_on_disk.open_model(folder).arrays()
+  tables = {k: v for k, v in stored.arrays().items() if k.endswith('/table')}
+  assert len(tables) == CASES[name][1]
+  for path, table in tables.items():
+    old, table = np.asarray(before[path])[:size], np.asarray(table)
+    np.testing.assert_array_equal(table[:size], old)
+    np.testing.assert_array_equal(table[ids[COPIED]], old[source])
+    drawn = table[[ids[DRAWN], ids[SPECIAL]]]
+    deviations = (drawn - old.mean(0)) / old.std(0)
+    assert 0.6 < deviations.std() < 1.4
+    assert len(table) % 8 == 0
+    assert not table[size + 3 :].any()
+
+  assert tiny.convert('export', f'--checkpoint={run}', f'--output={out}') == 0
+  tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+  assert tokenizer(TEXT, add_special_tokens=False).input_ids == read
+  assert tokenizer.convert_tokens_to_ids(SPECIAL) == ids[SPECIAL]
+  rows = tiny_models.batch(case)
+  exported = tiny_models.load(out)
+  np.testing.assert_allclose(
+    tiny_models.their_logits(exported, rows)[:, :size],
+    tiny_models.their_logits(theirs, rows)[:, :size],
+    rtol=0,
+    atol=1e-6,
+  )
+  rows.decoder[0, 2:5] = [*ids.values()]
+  ours = encdec_adapt.load(run, encoder_window=case.encoder_window)
+  tiny_models.assert_same_logits(ours, exported, rows)
+
+
+def test_rows_for_tokens_that_transformers_added(tmp_path):
+  folder, run = tmp_path / 'model', tmp_path / 'run'
+  _save(folder, 'qwen2')
+  size = vocabulary_pair.open_vocabulary(folder).size
+  tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+  tokenizer.add_tokens(['kinase', 'zorp'])
+  tokenizer.save_pretrained(folder)
+  flags = f'--output={run}', '--vocab_multiple=1'
+  with pytest.raises(errors.UserError, match="'kinase'.*`convert resize`"):
+    tiny.convert('import', f'--source={folder}', *flags)
+  assert tiny.convert('resize', f'--checkpoint={folder}', *flags) == 0
+  assert model_on_disk.open_model(run).model.decoder.vocab_size == size + 2
+  with pytest.raises(errors.UserError, match='nothing to add'):
+    tiny.convert('resize', f'--checkpoint={run}', f'--output={tmp_path}/again')
+
+
+@pytest.mark.parametrize(
+  'lines, words',
+  [
+    (['the'], "the token 'the' exists already, with the id"),
+    (['kinase', 'kinase'], "line 2 of .*'kinase', is a token of an earlier"),
+    (['kinase', ''], 'line 2 of .* must be a token without spaces'),
+    (['kinase\tzzzz'], "copies 'zzzz', which is no piece"),
+    (['\u00fcber'], "with the token '\u00fcber' .* spell it in ASCII"),
+  ],
+)
+def test_lines_are_refused(tmp_path, lines, words):
+  folder = tmp_path / 'model'
+  _save(folder, 'qwen2')
+  flags = f'--checkpoint={folder}', f'--output={tmp_path}/run'
+  with pytest.raises(errors.UserError, match=words):
+    tiny.convert('resize', *flags, _write(tmp_path / 'tokens', *lines))
+  assert not (tmp_path / 'run').exists()
