@@ -330,6 +330,8 @@ def _transforms(
   if shape == source_shape:
     return ()
   if name.rpartition('/')[2] in _KEYS_VALUES:
+    kind = target.layer_kind(layer_leaves.layer_of(name))
+    target, source = target.of_kind(kind), source.of_kind(kind)
     times, remainder = divmod(target.kv_heads, source.kv_heads)
     if remainder or not times:
       raise errors.UserError(

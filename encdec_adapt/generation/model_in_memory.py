@@ -446,9 +446,14 @@ def inference_mesh(config: model_config.ModelConfig) -> Mesh:
   sizes = [
     size
     for stack in config.stacks.values()
-    for size in (stack.kv_heads, stack.mlp_width, stack.expert_width)
+    for size in (
+      stack.kv_heads,
+      stack.global_kv_heads,
+      stack.mlp_width,
+      stack.expert_width,
+    )
   ]
-  # gcd ignores the expert_width 0 of stacks without experts.
+  # gcd ignores widths of 0: of experts, and of heads that are alike.
   tensor = math.gcd(jax.device_count(), *sizes)
   groups = mesh_lib.in_groups(
     jax.device_count() // tensor, rules_lib.VOCABULARY_GROUP

@@ -18,18 +18,18 @@ _GEMMA = {
   'rope_theta': 10000.0,
   'attention_bias': False,
 }
-# Gemma 2 2B; the class of Gemma 3 has the same sizes.
-_GEMMA2 = {
+# Gemma 2 2B; the classes of Gemma 3 and 4 have the same sizes.
+_SIZES = {
   **_GEMMA,
   'hidden_size': 2304,
   'intermediate_size': 9216,
   'num_hidden_layers': 26,
   'num_attention_heads': 8,
   'num_key_value_heads': 4,
-  'query_pre_attn_scalar': 256,
   'sliding_window': 4096,
   'hidden_activation': 'gelu_pytorch_tanh',
 }
+_GEMMA2 = {**_SIZES, 'query_pre_attn_scalar': 256}
 # No sizes: a file of these families without sizes is damaged.
 _PLAIN = {
   'rms_norm_eps': 1e-6,
@@ -68,6 +68,23 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     'rope_theta': 1e6,
     'rope_local_base_freq': 10000.0,
     'final_logit_softcapping': None,
+  },
+  'gemma4_text': {
+    **_SIZES,
+    'vocab_size': 262144,
+    'num_hidden_layers': 30,
+    'sliding_window': 512,
+    'final_logit_softcapping': None,
+    'attention_k_eq_v': False,
+    'rope_theta': 1e6,
+    'rope_local_base_freq': 10000.0,
+    'rope_parameters': {
+      'full_attention': {
+        'rope_type': 'proportional',
+        'partial_rotary_factor': 0.25,
+      },
+      'sliding_attention': {},
+    },
   },
   'llama': {**_PLAIN, **_BIAS, 'mlp_bias': False},
   'mistral': {**_PLAIN, 'sliding_window': 4096},

@@ -139,6 +139,8 @@ def _raw_from_decoder(
 def _raw_from_reward_model(
   stack: model_config.StackConfig, family: families.Family
 ) -> dict[str, Any]:
+  if not family.has_classifier:
+    raise errors.UserError('its family has no class for classification.')
   plain = dataclasses.replace(stack, head=heads.Tokens(stack.head.tied))
   raw = _raw_from_decoder(plain, family)
   return {**raw, 'architectures': [family.classifier], **_ONE_LABEL}
@@ -392,11 +394,11 @@ def model_from_raw(
   """
   raw_fields.check(raw, file)
   kind = raw.get('model_type')
-  if kind == 'gemma3' and 'text_config' in raw:
+  if kind in ('gemma3', 'gemma4') and 'text_config' in raw:
     # Multimodal files may tie at the top level only; the class default is true.
     tied = raw.get('tie_word_embeddings', True)
     raw = {'tie_word_embeddings': tied, **raw['text_config']}
-    kind = 'gemma3_text'
+    kind = f'{kind}_text'
   if kind == NATIVE_TYPE:
     return _native_from_raw(raw, file), weights.NATIVE
   if kind in families.FAMILIES:
@@ -412,7 +414,12 @@ def model_from_raw(
     return t5_json.model_from_raw(raw, file)
   if kind not in PAIRS:
     reason = t5_json.UNSUPPORTED.get(kind, '')
-    supported = [*families.FAMILIES, 'gemma3', *PAIRS, *t5_json.TYPES]
+    supported = [
+      *families.FAMILIES,
+      *('gemma3', 'gemma4'),
+      *PAIRS,
+      *t5_json.TYPES,
+    ]
     raise errors.UserError(
       f'{file} has model_type {kind!r}; supported are {", ".join(supported)}'
       f' and {NATIVE_TYPE}.{f" {reason}; give a T5." if reason else ""}'

@@ -36,7 +36,8 @@ _OPTIONAL = ('num_key_value_heads', 'head_dim')
 _SLIDING, _FULL = 'sliding_attention', 'full_attention'
 _KINDS = {_SLIDING: 'local', _FULL: 'global'}
 _ACTIVATIONS = {'gelu_pytorch_tanh': 'gelu_tanh', 'silu': 'silu'}
-_FLOATS = {'norm_eps', 'query_scale', 'attention_softcap', 'final_softcap'}
+_CAPS = {'attention_softcap', 'final_softcap'}  # null for none.
+_FLOATS = {'norm_eps', 'query_scale', *_CAPS}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +60,10 @@ class Family:
     fixed: our fields with the same value in every model of the family.
     layer_types: returns the kinds of layers for files without a list; empty if
       files must have a list.
+    spell: returns the fields in the spelling used here, given the parsed object
+      and the name of its file.
+    written: fields of every file that is written.
+    has_classifier: whether transformers has a class for classification.
   """
 
   model_type: str
@@ -73,6 +78,9 @@ class Family:
   fields: Mapping[str, str] = dataclasses.field(default_factory=dict)
   fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   layer_types: Callable[[Raw], list[str]] = lambda raw: [_FULL]
+  spell: Callable[[Raw, str], Raw] = lambda raw, file: raw
+  written: Raw = dataclasses.field(default_factory=dict)
+  has_classifier: bool = True
 
   @property
   def name(self) -> str:
@@ -93,7 +101,7 @@ class Family:
 
   @property
   def local_theta(self) -> bool:
-    """Whether local layers have a separate rotary base (Gemma 3)."""
+    """Whether local layers have a separate rotary base (Gemma 3 and 4)."""
     return 'rope_local_base_freq' in self.defaults
 
 
@@ -120,6 +128,68 @@ def _qwen_kinds(raw: Raw) -> list[str]:
   layers = raw['num_hidden_layers']
   full = min(raw['max_window_layers'], layers)
   return [_FULL] * full + [_SLIDING] * (layers - full)
+
+
+# Gemma 4's fields of global layers -> fields of all layers.
+_GLOBAL = {
+  'global_head_dim': 'head_dim',
+  'num_global_key_value_heads': 'num_key_value_heads',
+}
+# Fields of Gemma 4's parts that our block has not -> the part, and the default
+# of the class.
+_GEMMA4_PARTS = {
+  'hidden_size_per_layer_input': ('a second table of tokens (E2B, E4B)', 256),
+  'num_kv_shared_layers': ('layers that share keys and values (E2B, E4B)', 0),
+  'enable_moe_block': ('experts beside a feed-forward (26B-A4B)', False),
+}
+
+
+def _spell_gemma4(raw: Raw, file: str) -> Raw:
+  """Returns Gemma 4's fields with heads of global layers by name.
+
+  transformers 5.24 writes them by layer. 0 stands for those of other layers.
+  """
+  for name, (part, default) in _GEMMA4_PARTS.items():
+    if value := raw.get(name, default):
+      raise errors.UserError(
+        f'{file} has {name} = {value!r}: {part}, which models here have not;'
+        ' supported is the dense block of Gemma 4 31B.'
+      )
+  kinds = raw.get('layer_types')
+  if kinds is None:
+    period = _alternating(6)(raw)
+    kinds = [period[i % len(period)] for i in range(raw['num_hidden_layers'])]
+    kinds[-1] = _FULL  # As its class does.
+  elif kinds[-1:] != [_FULL]:
+    raise errors.UserError(
+      f'{file} lists {kinds[-1:]} as the last of its layer_types, and'
+      f' transformers makes the last layer of Gemma 4 a {_FULL!r}; so must the'
+      ' file.'
+    )
+  found = {name: raw.get(name) for name in _GLOBAL}
+  if 'global_head_dim' not in raw:
+    found['global_head_dim'] = 512  # The class default.
+  if not raw['attention_k_eq_v']:
+    found['num_global_key_value_heads'] = None
+  if by_layer := raw.get('per_layer_config'):
+    full = {f'{i}' for i, kind in enumerate(kinds) if kind == _FULL}
+    shape = next(iter(by_layer.values()))
+    alike = all(value == shape for value in by_layer.values())
+    # Numbers of layers, padded with zeros to one width.
+    if not alike or {f'{x}'.lstrip('0') or '0' for x in by_layer} != full:
+      raise errors.UserError(
+        f'{file} has per_layer_config {by_layer!r}; layers of one kind must be'
+        ' alike, and only those of full_attention differ from the others.'
+      )
+    found = {name: shape.get(other) for name, other in _GLOBAL.items()}
+  return {
+    **raw,
+    'layer_types': kinds,
+    **{
+      name: found[name] if found[name] and found[name] != raw[other] else 0
+      for name, other in _GLOBAL.items()
+    },
+  }
 
 
 _GEMMA_FIELDS = {
@@ -169,6 +239,30 @@ FAMILIES: Mapping[str, Family] = {
       # Files have an attention soft-cap unused by the model.
       fixed={'qk_norm': True, 'attention_softcap': None},
       layer_types=_alternating(6),
+    ),
+    Family(
+      'gemma4_text',
+      'Gemma4ForCausalLM',
+      weights.DECODER_ONLY_GEMMA4,
+      activation='hidden_activation',
+      fields={
+        'final_logit_softcapping': 'final_softcap',
+        'global_head_dim': 'global_head_dim',
+        'num_global_key_value_heads': 'global_kv_heads',
+        'attention_k_eq_v': 'values_are_keys',
+      },
+      fixed={
+        'attention_softcap': None,
+        'query_scale': 1.0,
+        'qk_norm': True,
+        'value_norm': True,
+        'norm_gain': 'direct_fp32',
+        'layer_scalar': True,
+      },
+      layer_types=_alternating(6),
+      spell=_spell_gemma4,
+      written=dict.fromkeys(_GEMMA4_PARTS, 0) | {'enable_moe_block': False},
+      has_classifier=False,
     ),
     Family('llama', 'LlamaForCausalLM', windows_by_layer=False, fixed=_PLAIN),
     Family(
@@ -258,15 +352,17 @@ def stack_from_raw(
   }
   raw_fields.check(raw, file)
   # An alias overrides a default, and the main spelling overrides its alias.
-  raw = {**family.defaults, **spelled, **raw}
+  raw = family.spell({**family.defaults, **spelled, **raw}, file)
   fields = dict(family.fixed)
   for theirs, ours in {**_COMMON, **family.fields}.items():
     if theirs not in raw and theirs not in _OPTIONAL:
       raise errors.UserError(f'{file} has no {theirs}. Download it again.')
     if raw.get(theirs) is not None:
       fields[ours] = raw[theirs]
+    elif ours in _CAPS:
+      fields[ours] = None
     elif theirs in family.fields:
-      fields[ours] = None  # A disabled cap.
+      raise errors.UserError(f'{file} has no {theirs}. Download it again.')
   fields.setdefault('kv_heads', fields['heads'])
   fields.setdefault('head_dim', fields['width'] // fields['heads'])
   fields.setdefault('query_scale', fields['head_dim'])
@@ -287,7 +383,8 @@ def stack_from_raw(
   )
   if 'mlp_only_layers' in raw:
     fields['dense_layers'] = _dense_layers(raw, file)
-  if raw.get('use_bidirectional_attention'):
+  # 'vision' is causal for text.
+  if raw.get('use_bidirectional_attention') not in (None, False, 'vision'):
     raise errors.UserError(
       f'{file} sets use_bidirectional_attention; only causal decoders are'
       ' supported. Clear it, and set the role of the stack when adapting.'
@@ -313,7 +410,7 @@ def raw_from_stack(
   raw: dict[str, Any] = {
     theirs: getattr(stack, ours)
     for theirs, ours in {**_COMMON, **family.fields}.items()
-  }
+  } | family.written
   raw['tie_word_embeddings'] = stack.head.tied
   raw['model_type'] = family.model_type
   activations = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}
@@ -333,6 +430,8 @@ def raw_from_stack(
   # An integer in published files: their class declares an integer.
   if 'query_pre_attn_scalar' in raw and stack.query_scale.is_integer():
     raw['query_pre_attn_scalar'] = int(stack.query_scale)
+  for name, other in _GLOBAL.items() if 'global_head_dim' in raw else ():
+    raw[name] = raw[name] or raw[other]
   if 'mlp_only_layers' in family.defaults:
     raw['decoder_sparse_step'] = 1
     raw['mlp_only_layers'] = list(range(stack.dense_layers))

@@ -48,7 +48,8 @@ _FIELDS = (
     num_experts num_experts_per_tok moe_intermediate_size
     shared_expert_intermediate_size original_max_position_embeddings d_model
     d_kv d_ff num_heads relative_attention_num_buckets
-    relative_attention_max_distance""",
+    relative_attention_max_distance global_head_dim
+    num_global_key_value_heads""",
   ),
   # Each layer costs host memory and compile time before any array exists.
   (_integer(1, 10_000), 'num_hidden_layers num_layers num_decoder_layers'),
@@ -58,18 +59,29 @@ _FIELDS = (
     (_is_above_0, 'a number above 0'),
     """rms_norm_eps layer_norm_epsilon query_pre_attn_scalar
     final_logit_softcapping attn_logit_softcapping rope_theta
-    rope_local_base_freq factor low_freq_factor high_freq_factor""",
+    rope_local_base_freq factor low_freq_factor high_freq_factor
+    partial_rotary_factor""",
   ),
   (
     _instance(bool, 'true or false'),
     """attention_bias tie_word_embeddings qkv_bias norm_topk_prob mlp_bias
-    use_sliding_window use_bidirectional_attention scale_decoder_outputs""",
+    use_sliding_window scale_decoder_outputs attention_k_eq_v""",
+  ),
+  (
+    (
+      lambda value: value in (True, False, 'vision', 'all'),
+      "true, false, 'vision' or 'all'",
+    ),
+    'use_bidirectional_attention',
   ),
   (
     _instance(str, 'a string'),
     'model_type hidden_act hidden_activation rope_type type feed_forward_proj',
   ),
-  (_instance(Mapping, 'an object'), f'{_ROPE} {" ".join(_KINDS)}'),
+  (
+    _instance(Mapping, 'an object'),
+    f'{_ROPE} {" ".join(_KINDS)} per_layer_config',
+  ),
   (_list_of(str, 'strings'), 'layer_types'),
   (_list_of(int, 'integers'), 'mlp_only_layers'),
 )
@@ -79,7 +91,9 @@ _RULES: Mapping[str, _Rule] = {
 # null means off, or the default of the class.
 _NULLABLE = frozenset(
   f"""{_ROPE} num_decoder_layers num_key_value_heads head_dim sliding_window
-  sliding_window_pattern eoi_token_index final_logit_softcapping
+  sliding_window_pattern eoi_token_index num_experts moe_intermediate_size
+  num_global_key_value_heads
+  per_layer_config final_logit_softcapping
   attn_logit_softcapping use_bidirectional_attention layer_types
   mlp_only_layers sliding_attention hidden_activation""".split()
 )

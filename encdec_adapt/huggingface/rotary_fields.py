@@ -18,6 +18,7 @@ NAMES = {
   'low': 'low_freq_factor',
   'high': 'high_freq_factor',
   'original_length': 'original_max_position_embeddings',
+  'fraction': 'partial_rotary_factor',
 }
 
 
@@ -42,7 +43,12 @@ def fields_from_raw(
   if kind not in rope.NUMBERS:
     raise errors.UserError(
       f'{file} scales its rotary embedding by {kind!r}; supported are default,'
-      ' linear and llama3.'
+      ' linear, llama3 and proportional.'
+    )
+  if kind == 'proportional' and full.get('factor', 1) != 1:
+    raise errors.UserError(
+      f'{file} divides proportional rotary frequencies by {full["factor"]};'
+      ' supported is a factor of 1.'
     )
   names = [NAMES[number] for number in rope.NUMBERS[kind]]
   if missing := [name for name in names if name not in full]:

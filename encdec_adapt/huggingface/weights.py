@@ -83,6 +83,7 @@ GEMMA = _layer(
   },
   attention='self_attn',
 )
+GEMMA4 = GEMMA | {'layer_scalar/scale': 'layer_scalar'}
 T5GEMMA = _layer(
   {
     'pre_attention_norm': 'pre_self_attn_layernorm',
@@ -213,6 +214,7 @@ DECODER_ONLY_MIXTRAL = _decoder_only(
 )
 DECODER_ONLY_QWEN_MOE = _decoder_only(QWEN_MOE, fused=_fused(QWEN_MOE))
 DECODER_ONLY_GEMMA = _decoder_only(GEMMA)
+DECODER_ONLY_GEMMA4 = _decoder_only(GEMMA4)
 _PAIR = {'encoder': 'model.encoder.', 'decoder': 'model.decoder.'}
 PAIR_T5GEMMA = Layout(
   layer=T5GEMMA,

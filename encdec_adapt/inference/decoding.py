@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from encdec_adapt.inference import lengths, quantization
 from encdec_adapt.inference import sampling as sampling_lib
-from encdec_adapt.models import base_model, build, layers
+from encdec_adapt.models import base_model, build, layers, layers_index
 from encdec_adapt.models import kv_cache as caches
 from encdec_adapt.ops import kernel_forms, partition
 from encdec_adapt.sharding import compiler
@@ -496,8 +496,7 @@ def merge_kernels(
   alike = active.mesh_axes('heads') == active.mesh_axes('kv_heads')
   last = dict.fromkeys(('mlp/up', 'shared/up'), 'gate_up')
   last['attention/value'] = 'query_key_value' if alike else 'key_value'
-  heads = model.config.decoder.kv_heads
-  groups = {'kv_heads': heads, 'mlp': active.size('mlp')}
+  stack = layers_index.unroll(model.config.decoder)
   flat = traverse_util.flatten_dict(params['decoder'], sep='/')
   for path in [*flat]:
     name = last.get('/'.join(path.split('/')[-2:]))
@@ -506,7 +505,10 @@ def merge_kernels(
     # A feed-forward may have no gate.
     if names and flat.keys() >= {*names}:
       kernels = [flat.pop(x) for x in names]
-      count = groups[layers.MERGED[name][1]]
+      count = active.size('mlp')
+      if name != 'gate_up':
+        kind = layers_index.block_kind(stack, '/'.join(path.split('/')[:2]))
+        count = stack.of_kind(kind).kv_heads
       flat[f'{module}/{name}'] = layers.merge(name, kernels, count)
   return {**params, 'decoder': traverse_util.unflatten_dict(flat, sep='/')}
 

@@ -43,7 +43,7 @@ def project_keys_values(
   """Projects keys and values [B, S, K, H], before rotation.
 
   Args:
-    config: stack of the attending layer.
+    config: stack of the attending layer, with its heads (`of_kind`).
     params: parameters of its attention. Uses only the parameters of keys and
       values: 'key' [E, K, H], 'key_bias' [K, H], 'key_norm' [H], ..
     source: normalised states.
@@ -51,12 +51,20 @@ def project_keys_values(
   if _MERGED in params:
     # Drops the queries' kernels, to skip their product.
     params = {**params, _KEYS_VALUES: params[_MERGED][:, :, -2:]}
-  key, value = _project(params, source, *_KEYS_VALUES.split('_'))
-  return _keys_values(config, params, key, value)
+  projected = _project(params, source, *_names(config, _KEYS_VALUES))
+  return _keys_values(config, params, *projected)
 
 
-def _keys_values(config, params, key, value) -> caches.KeyValues:
+def _names(config: model_config.StackConfig, group: str) -> list[str]:
+  """Returns the kernels of a group; values may have none."""
+  names = group.split('_')
+  return names[:-1] if config.values_are_keys else names
+
+
+def _keys_values(config, params, key, value=None) -> caches.KeyValues:
+  value = key if value is None else value
   key = _norm(config, params, 'key_norm', key)
+  value = layers.norm(config, value, None) if config.value_norm else value
   # The single token of a decoding step cannot be sharded.
   length = 'kv_length' if key.shape[1] > 1 else None
   key, value = (
@@ -79,7 +87,7 @@ class _Attention(nn.Module):
   """Base of self- and cross-attention: parameters and shared steps.
 
   Attributes:
-    config: the stack's shape.
+    config: the stack's shape, with the heads of this layer (`of_kind`).
     compute: execution choices.
     source_width: width of the source states of keys and values.
   """
@@ -104,6 +112,8 @@ class _Attention(nn.Module):
       'value': (1, of_source),
       'output': (2, (cfg.heads, cfg.head_dim, cfg.width)),
     }
+    if cfg.values_are_keys:
+      del kernels['value']
     biased = {'none': (), 'qkv': ('query', 'key', 'value'), 'qkvo': kernels}
     weights = {}
     for name, (contracted, shape) in kernels.items():
@@ -199,8 +209,10 @@ class SelfAttention(_Attention):
       The output, and keys and values: the updated cache, or [B, L, K, H] of `x`
       without a cache.
     """
-    groups = [_MERGED] if _MERGED in self.weights else ['query', _KEYS_VALUES]
-    projected = [_project(self.weights, x, *name.split('_')) for name in groups]
+    groups = [['query'], _names(self.config, _KEYS_VALUES)]
+    if _MERGED in self.weights:
+      groups = [_MERGED.split('_')]
+    projected = [_project(self.weights, x, *names) for names in groups]
     q, *entries = itertools.chain(*projected)
     q = _norm(self.config, self.weights, 'query_norm', q)
     if cached is not None:

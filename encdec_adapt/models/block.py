@@ -89,7 +89,7 @@ class Block(nn.Module):
     cached: caches.KeyValues | None,
     cross_cached: caches.KeyValues | None,
   ) -> tuple[Float[Array, 'B L D'], caches.KeyValues | None]:
-    cfg, compute = self.config, self.compute
+    cfg, compute = self.config.of_kind(self.kind), self.compute
 
     def norm(name: str, x):
       return layers.RMSNorm(cfg, name=name)(x)
@@ -137,4 +137,7 @@ class Block(nn.Module):
       y = layers.MLP(cfg, compute.dtype, cfg.mlp_width, name='mlp')(y)
     # In training, drops the entries: scan would stack them, [R, B, L, K, H].
     keep = context.collect or cached is not None
-    return add(x, y, 'post_mlp_norm'), entries if keep else None
+    x = add(x, y, 'post_mlp_norm')
+    if cfg.layer_scalar:
+      x = layers.LayerScalar(name='layer_scalar')(x)
+    return x, entries if keep else None

@@ -68,13 +68,16 @@ class EncoderDecoder(base_model.BaseModel):
     stack = self.config.decoder
 
     def project(prefix: str, repeats: int | None) -> caches.KeyValues | None:
-      if not stack.reads_encoder(layers_index.block_kind(stack, prefix)):
+      kind = layers_index.block_kind(stack, prefix)
+      if not stack.reads_encoder(kind):
         return None
       # Merged attention projects both stacks' states with the same kernels.
       name = 'attention' if stack.cross_merged else 'cross_attention'
       weights = layers_index.get_block(params['decoder'], prefix)[name]
       fn = functools.partial(
-        attention_layer.project_keys_values, stack, source=encoded
+        attention_layer.project_keys_values,
+        stack.of_kind(kind),
+        source=encoded,
       )
       return (fn if repeats is None else jax.vmap(fn))(weights)
 

@@ -3,7 +3,8 @@
 A multiply-add is 2 FLOPs. A forward pass counts, per token or pair of
 positions:
 
-- projections of self-attention: 2 D H (2N + 2K) per token;
+- projections of self-attention: 2 D H (2N + 2K) per token, with the heads of
+  the layer; 2 D H (2N + K) where values are keys;
 - feed-forward: 2 * 3 D F per token, or 2 * 2 D F without a gate; with experts,
   a token's experts and the shared expert, and the router's 2 D X;
 - cross-attention: 2 D H * 2N per target token (query, output; 0 in merged
@@ -27,7 +28,6 @@ and padding.
 Imports configs and `ops.masks`: no arrays, programs or chips.
 """
 
-import collections
 from collections.abc import Sequence
 import dataclasses
 
@@ -77,13 +77,15 @@ def decoding(model: configs.ModelConfig, encoder: int, decoder: int) -> int:
     decoder: decoder length T, all of it in the cache after the step.
   """
   stack = model.decoder
-  seen = sum(min(decoder, window or decoder) for window in layer_windows(stack))
   # Cross-attention sees the whole source at every step, but its keys and values
   # are cached: no source in `stack_forward`.
-  seen += cross_layers(stack) * encoder
+  seen = [
+    min(decoder, window or decoder) + reads * encoder
+    for window, reads in zip(layer_windows(stack), _reads(stack), strict=True)
+  ]
   # Replaces the scores of a single-token row by scores over the cache.
   weights = stack_forward(stack, 1) - scores(stack, 1)
-  total = weights + 4 * stack.heads * stack.head_dim * seen
+  total = weights + _of_pairs(stack, seen)
   return total + vocabulary(stack.width, stack.vocab_size, 1)
 
 
@@ -126,9 +128,9 @@ def generation(
 
 def _without_states(stack: configs.StackConfig, length: int) -> int:
   """Returns the last layer's FLOPs on a prompt without keys and values."""
-  heads = stack.heads * stack.head_dim
+  heads = stack.heads * stack.kinds[-1].head_dim
   weights = 2 * heads + _feed_forward(stack, stack.layers - 1)
-  pairs = _pairs(stack, length, layer_windows(stack)[-1:], length)
+  (pairs,) = _pairs(stack, length, layer_windows(stack)[-1:], length)
   return 2 * stack.width * weights * length + 4 * heads * pairs
 
 
@@ -173,17 +175,18 @@ def stack_forward(
     source_length: positions of the inputs: the encoder's, or the first
       positions of a prefix decoder's row.
   """
-  heads = stack.heads * stack.head_dim
-  kv_heads = stack.kv_heads * stack.head_dim
-  weights = stack.layers * (2 * heads + 2 * kv_heads)
-  weights += sum(_feed_forward(stack, i) for i in range(stack.layers))
-  total = 2 * stack.width * weights * length
-  if stack.cross_width is not None:
+  total = 0
+  for i, (layer, reads) in enumerate(
+    zip(stack.kinds, _reads(stack), strict=True)
+  ):
+    states = 2 * layer.heads * layer.head_dim
+    keys = layer.kv_heads * layer.head_dim * (2 - layer.values_are_keys)
+    weights = states + keys + _feed_forward(stack, i)
     # Merged attention shares queries and output projection with self-attention,
     # which counts them.
-    target = 0 if stack.cross_merged else 2 * stack.width * 2 * heads * length
-    source = 2 * stack.cross_width * 2 * kv_heads * source_length
-    total += cross_layers(stack) * (target + source)
+    weights += states * (reads and not stack.cross_merged)
+    total += 2 * stack.width * weights * length
+    total += 2 * (stack.cross_width or 0) * keys * source_length * reads
   return total + scores(stack, length, source_length=source_length)
 
 
@@ -192,9 +195,22 @@ def scores(
 ) -> int:
   """Returns the part of `stack_forward` for scores and weighted sums."""
   pairs = _pairs(stack, length, layer_windows(stack), source_length)
-  pairs += cross_layers(stack) * length * source_length
+  return _of_pairs(
+    stack,
+    [
+      count + reads * length * source_length
+      for count, reads in zip(pairs, _reads(stack), strict=True)
+    ],
+  )
+
+
+def _of_pairs(stack: configs.StackConfig, pairs: Sequence[int]) -> int:
+  """Returns the FLOPs of the query-key pairs of each layer."""
   # 2 FLOPs for each of two products: scores and the weighted sum of values.
-  return 4 * stack.heads * stack.head_dim * pairs
+  return sum(
+    4 * layer.heads * layer.head_dim * count
+    for layer, count in zip(stack.kinds, pairs, strict=True)
+  )
 
 
 def _pairs(
@@ -202,19 +218,19 @@ def _pairs(
   length: int,
   windows: Sequence[int | None],
   inputs: int,
-) -> int:
+) -> list[int]:
   """Returns the query-key pairs of layers with these windows."""
-  return sum(
-    layers
-    * visible_pairs(
+  by_window = {
+    window: visible_pairs(
       length,
       causal=stack.role != 'bidirectional',
       window=window,
       window_rule=stack.window_rule,
       prefix=inputs if stack.role == 'prefix' else 0,
     )
-    for window, layers in collections.Counter(windows).items()
-  )
+    for window in set(windows)
+  }
+  return [by_window[window] for window in windows]
 
 
 def _feed_forward(stack: configs.StackConfig, layer: int) -> int:
@@ -266,6 +282,18 @@ def layer_windows(stack: configs.StackConfig) -> list[int | None]:
 
 def cross_layers(stack: configs.StackConfig) -> int:
   """Returns the number of layers that attend to the encoder."""
-  return sum(
-    stack.reads_encoder(stack.layer_kind(i)) for i in range(stack.layers)
-  )
+  return sum(_reads(stack))
+
+
+def _reads(stack: configs.StackConfig) -> list[bool]:
+  """Returns whether each layer attends to the encoder."""
+  kinds = map(stack.layer_kind, range(stack.layers))
+  return [stack.reads_encoder(kind) for kind in kinds]
+
+
+def head_widths(stack: configs.StackConfig) -> tuple[float, float]:
+  """Returns N H and 2 K H of a layer, means over the layers."""
+  layers = stack.kinds
+  queries = sum(x.heads * x.head_dim for x in layers)
+  keys_values = sum(2 * x.kv_heads * x.head_dim for x in layers)
+  return queries / stack.layers, keys_values / stack.layers

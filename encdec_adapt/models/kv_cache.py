@@ -114,19 +114,20 @@ def empty(
     dtype: dtype of keys and values.
   """
 
-  def zeros(count: int) -> KeyValues:
-    shape = (batch, config.kv_heads, count, config.head_dim)
+  def zeros(kind: model_config.LayerKind, count: int) -> KeyValues:
+    stack = config.of_kind(kind)
+    shape = (batch, stack.kv_heads, count, stack.head_dim)
     return KeyValues(key=jnp.zeros(shape, dtype), value=jnp.zeros(shape, dtype))
 
   def make_self(prefix: str, _: int | None) -> KeyValues:
     kind = layers_index.block_kind(config, prefix)
     # After the ring, beyond the slot of any position.
     memory = source if config.cross_merged and config.reads_encoder(kind) else 0
-    return zeros(slots(config, kind, length) + memory)
+    return zeros(kind, slots(config, kind, length) + memory)
 
   def make_cross(prefix: str, _: int | None) -> KeyValues | None:
     kind = layers_index.block_kind(config, prefix)
-    return zeros(source) if config.reads_encoder(kind) else None
+    return zeros(kind, source) if config.reads_encoder(kind) else None
 
   cross = segments = None
   if config.cross_width is not None:

@@ -81,11 +81,10 @@ def gain_init(
 def norm(
   config: model_config.StackConfig,
   x: Float[Array, '*L D'],
-  scale: Float[Array, 'D'],
+  scale: Float[Array, 'D'] | None,
 ) -> Float[Array, '*L D']:
-  """Applies the stack's RMSNorm over the last axis."""
-  one_plus = config.norm_gain == 'one_plus'
-  return norms.rms_norm(x, scale, config.norm_eps, one_plus=one_plus)
+  """Applies the stack's RMSNorm over the last axis; None for no gain."""
+  return norms.rms_norm(x, scale, config.norm_eps, gain=config.norm_gain)
 
 
 class RMSNorm(nn.Module):
@@ -98,6 +97,16 @@ class RMSNorm(nn.Module):
     init = gain_init(self.config, 'embed')
     scale = self.param('scale', init, (self.config.width,), jnp.float32)
     return norm(self.config, x, scale)
+
+
+class LayerScalar(nn.Module):
+  """Multiplies the states by a number that never trains (Gemma 4)."""
+
+  @nn.compact
+  def __call__(self, x: Float[Array, 'B L D']) -> Float[Array, 'B L D']:
+    init = nn.with_logical_partitioning(nn.initializers.ones, ('reward',))
+    scale = self.param('scale', init, (1,), jnp.float32)
+    return x * jax.lax.stop_gradient(scale).astype(x.dtype)
 
 
 def dropout(x: Float[Array, 'B L D'], rate: float) -> Float[Array, 'B L D']:

@@ -109,17 +109,37 @@ class StackConfig:
   norm_eps: float = keys.key(
     1e-6, 'Epsilon inside the square root of RMSNorm.', above=0
   )
-  norm_gain: Literal['one_plus', 'direct'] = keys.key(
+  norm_gain: Literal['one_plus', 'direct', 'direct_fp32'] = keys.key(
     'one_plus',
-    "RMSNorm gain: 'one_plus' (Gemma: 1 + scale, in float32) or 'direct'"
-    ' (Llama, Qwen: scale, in the dtype of the activations).',
-    one_of=('one_plus', 'direct'),
+    "RMSNorm gain: 'one_plus' (Gemma 1 to 3: 1 + scale, in float32), 'direct'"
+    " (Llama, Qwen: scale, in the dtype of the activations) or 'direct_fp32'"
+    ' (Gemma 4: scale, in float32).',
+    one_of=('one_plus', 'direct', 'direct_fp32'),
   )
   post_norms: bool = keys.key(
     True, 'Norms after attention and feed-forward too (Gemma).'
   )
   qk_norm: bool = keys.key(
     False, 'RMSNorm of queries and keys before rotation (Gemma 3, Qwen 3).'
+  )
+  value_norm: bool = keys.key(
+    False, 'RMSNorm of values, without gain (Gemma 4).'
+  )
+  global_head_dim: int = keys.key(
+    0, 'Head dimension of global layers; 0 for head_dim.', at_least=0
+  )
+  global_kv_heads: int = keys.key(
+    0, 'Key/value heads of global layers; 0 for kv_heads.', at_least=0
+  )
+  values_are_keys: bool = keys.key(
+    False,
+    'Global layers have no kernel of values: values are the keys before their'
+    ' norm and rotation (Gemma 4).',
+  )
+  layer_scalar: bool = keys.key(
+    False,
+    'Multiply the states after each layer by a number of the source, which'
+    ' never trains (Gemma 4).',
   )
   activation: Literal['gelu_tanh', 'silu', 'relu'] = keys.key(
     'gelu_tanh',
@@ -171,17 +191,20 @@ class StackConfig:
 
   def __post_init__(self):
     keys.check(self, '')
-    if self.heads % self.kv_heads:
-      raise errors.UserError(
-        f'heads ({self.heads}) is not a multiple of kv_heads'
-        f' ({self.kv_heads}); choose kv_heads that divides heads.'
-      )
+    for name in ('kv_heads', 'global_kv_heads'):
+      if (count := getattr(self, name)) and self.heads % count:
+        raise errors.UserError(
+          f'heads ({self.heads}) is not a multiple of {name} ({count}); choose'
+          f' {name} that divides heads.'
+        )
     if self.relative:
       self._check_relative()
-    elif self.head_dim % 2:
-      raise errors.UserError(
-        f'head_dim is {self.head_dim}; rotary embedding needs an even one.'
-      )
+    else:
+      for name in ('head_dim', 'global_head_dim'):
+        if (size := getattr(self, name)) % 2:
+          raise errors.UserError(
+            f'{name} is {size}; rotary embedding needs an even one.'
+          )
     if self.eoi_token is not None and not (
       0 <= self.eoi_token < self.vocab_size
     ):
@@ -199,6 +222,13 @@ class StackConfig:
         f" the encoder's width (cross_width, {self.cross_width}) must be the"
         f" decoder's, {self.width}; set cross_merged to False, or choose an"
         ' encoder of that width.'
+      )
+    if self.values_are_keys and self.cross_width not in (None, self.width):
+      raise errors.UserError(
+        'values_are_keys is set, and cross-attention to an encoder of width'
+        f' {self.cross_width} has no kernel to copy in a decoder of width'
+        f' {self.width}; choose an encoder of that width, or clear'
+        ' values_are_keys of a decoder that is trained from random weights.'
       )
     self.head.sizes(self.width)  # Checks them.
     self._check_experts()
@@ -304,6 +334,24 @@ class StackConfig:
   def layer_kind(self, layer: int) -> LayerKind:
     """Returns the kind of layer `layer`, from 0."""
     return self.pattern[layer % len(self.pattern)]
+
+  def of_kind(self, kind: LayerKind) -> 'StackConfig':
+    """Returns the stack with the heads of layers of a kind in all layers."""
+    is_global = kind == 'global'
+    return dataclasses.replace(
+      self,
+      head_dim=is_global and self.global_head_dim or self.head_dim,
+      kv_heads=is_global and self.global_kv_heads or self.kv_heads,
+      values_are_keys=is_global and self.values_are_keys,
+      global_head_dim=0,
+      global_kv_heads=0,
+    )
+
+  @property
+  def kinds(self) -> tuple['StackConfig', ...]:
+    """`of_kind` of every layer, from 0."""
+    by_kind = {kind: self.of_kind(kind) for kind in set(self.pattern)}
+    return tuple(by_kind[self.layer_kind(i)] for i in range(self.layers))
 
   def mask(self, kind: LayerKind) -> masks.MaskSpec:
     """Returns the mask of self-attention in layers of a kind, without arrays.

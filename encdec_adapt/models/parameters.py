@@ -195,6 +195,8 @@ def count_by_stack(config: model_config.ModelConfig) -> dict[str, StackCount]:
   unused = padding(config)
   for path, info in parameter_table(config).items():
     stack_name, *parts = path.split('/')
+    if 'layer_scalar' in parts:  # Never trains, nor counts in transformers.
+      continue
     size = math.prod(info.shape) - unused.get(path, 0)
     if parts[0] in ('embedder', 'head'):
       part = 'head' if parts[0] == 'head' else 'embeddings'

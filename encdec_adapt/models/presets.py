@@ -54,6 +54,21 @@ def _gemma3(*sizes, **fields):
   return _shape(*sizes, 256, **{**gemma3, **fields})
 
 
+def _gemma4(*sizes, **fields):
+  gemma4 = dict(
+    query_scale=1.0,
+    window=1024,
+    final_softcap=30.0,
+    norm_gain='direct_fp32',
+    value_norm=True,
+    global_head_dim=512,
+    values_are_keys=True,
+    layer_scalar=True,
+    rope_scaling=rope.Scaling('proportional'),
+  )
+  return _gemma3(*sizes, **{**gemma4, **fields})
+
+
 def _plain(*sizes, **fields):
   """Returns a pre-norm stack without Gemma's additions."""
   plain = dict(
@@ -128,6 +143,7 @@ STACKS: Mapping[str, configs.StackConfig] = types.MappingProxyType(
   {
     **_GEMMA2,
     **{f'gemma3_{size}': shape for size, shape in _GEMMA3.items()},
+    'gemma4_31b': _gemma4(60, 5376, 21504, 32, 16, global_kv_heads=4),
     'llama2_7b': _llama2(32, 4096, 11008, 32, 32, 128),
     'llama2_70b': _llama2(80, 8192, 28672, 64, 8, 128),
     'llama3.2_1b': _llama3(16, 2048, 8192, 32, 8, 64, factor=32),

@@ -217,7 +217,8 @@ def _rotation(
   # window, however long the text.
   if kind == 'local' and config.local_rope_theta is not None:
     theta, scaling = config.local_rope_theta, rope.Scaling()
-  return rope.angles(positions, config.head_dim, theta, dtype, scaling)
+  head_dim = config.of_kind(kind).head_dim
+  return rope.angles(positions, head_dim, theta, dtype, scaling)
 
 
 def _self_mask(

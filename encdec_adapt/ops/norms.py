@@ -7,19 +7,20 @@ from jaxtyping import Array, Float
 
 def rms_norm(
   x: Float[Array, '*L D'],
-  scale: Float[Array, 'D'],
+  scale: Float[Array, 'D'] | None,
   eps: float,
   *,
-  one_plus: bool = True,
+  gain: str = 'one_plus',
 ) -> Float[Array, '*L D']:
   """Applies RMSNorm; the mean square is in fp32.
 
   Args:
     x: activations in any float dtype.
-    scale: the gain; with `one_plus` the gain minus one.
+    scale: the gain, with 'one_plus' the gain minus one; None for no gain.
     eps: term added to the mean square, inside the square root.
-    one_plus: whether to multiply by `1 + scale` in fp32 and cast at the end
-      (Gemma), instead of casting first and multiplying by `scale` (Llama).
+    gain: 'one_plus' multiplies by `1 + scale` in fp32 and casts at the end
+      (Gemma 1 to 3), 'direct' casts first and multiplies by `scale` (Llama),
+      'direct_fp32' multiplies by `scale` in fp32 (Gemma 4).
 
   Returns:
     Normalised activations in the dtype of `x`.
@@ -29,6 +30,9 @@ def rms_norm(
   normal = x32 * jax.lax.rsqrt(mean_square + eps)
   # Both casts are placed as in transformers; elsewhere they would change the
   # last bits of bf16 activations.
-  if not one_plus:
+  if scale is None:
+    return normal.astype(x.dtype)
+  if gain == 'direct':
     return normal.astype(x.dtype) * scale.astype(x.dtype)
-  return (normal * (1.0 + scale.astype(jnp.float32))).astype(x.dtype)
+  scale = scale.astype(jnp.float32) + (gain == 'one_plus')
+  return (normal * scale).astype(x.dtype)

@@ -17,6 +17,7 @@ NUMBERS = {
   'none': (),
   'linear': ('factor',),
   'llama3': ('factor', 'low', 'high', 'original_length'),
+  'proportional': ('fraction',),
 }
 
 
@@ -32,7 +33,8 @@ class Scaling:
     "Scaling of RoPE frequencies: 'none'; 'linear' divides all by the factor;"
     " 'llama3' (Llama 3.1) divides those with wavelengths above"
     ' original_length / low, keeps those below original_length / high, and'
-    ' blends in between.',
+    " blends in between; 'proportional' (Gemma 4) keeps the first fraction and"
+    ' sets the others to 0.',
     one_of=tuple(NUMBERS),
   )
   factor: float = keys.key(8.0, 'Divisor of the frequencies.', above=0)
@@ -40,6 +42,9 @@ class Scaling:
   high: float = keys.key(4.0, 'Llama 3.1: high factor.', above=0)
   original_length: int = keys.key(
     8192, 'Llama 3.1: length of the training rows in tokens.', at_least=1
+  )
+  fraction: float = keys.key(
+    0.25, 'Gemma 4: part of the frequencies that rotates.', above=0, at_most=1
   )
 
   def __post_init__(self):
@@ -64,6 +69,10 @@ def frequencies(
   frequency = theta**-exponent
   if scaling.kind == 'none':
     return frequency
+  if scaling.kind == 'proportional':
+    # Rounded down, as in transformers, modeling_rope_utils.py.
+    rotated = int(scaling.fraction * head_dim // 2)
+    return jnp.where(jnp.arange(len(frequency)) < rotated, frequency, 0.0)
   slow = frequency / scaling.factor
   if scaling.kind == 'linear':
     return slow

@@ -59,7 +59,12 @@ def sampling_rules(placement: state_lib.Placement) -> rules_lib.Rules:
   counts = [
     count
     for stack in placement.model.config.stacks.values()
-    for count in (stack.kv_heads, stack.mlp_width, stack.table_rows)
+    for count in (
+      stack.kv_heads,
+      stack.kinds[-1].kv_heads,
+      stack.mlp_width,
+      stack.table_rows,
+    )
   ]
   return placement.rules.for_sampling(placement.mesh.shape, counts)
 

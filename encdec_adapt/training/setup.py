@@ -209,7 +209,7 @@ def check_stacks(
       compute.attention,
       spec,
       compute.dtype,
-      stack.head_dim,
+      max(x.head_dim for x in stack.kinds),
       device,
       bias=stack.relative is not None,
     )

@@ -90,8 +90,7 @@ def key_value_width(
   work: workload.Workload, stack_pass: workload.StackPass
 ) -> float:
   """Returns elements of keys and values per position on a device."""
-  stack = stack_pass.stack
-  return 2.0 * stack.kv_heads * stack.head_dim / work.by_tensor
+  return forward_flops.head_widths(stack_pass.stack)[1] / work.by_tensor
 
 
 def _saved(work: workload.Workload, stack_pass: workload.StackPass) -> float:
@@ -101,7 +100,7 @@ def _saved(work: workload.Workload, stack_pass: workload.StackPass) -> float:
   row.
   """
   stack, remat = stack_pass.stack, work.compute.remat
-  heads = stack.heads * stack.head_dim / work.by_tensor
+  heads = forward_flops.head_widths(stack)[0] / work.by_tensor
   keys_values = key_value_width(work, stack_pass)
   attentions = 1 + bool(stack_pass.source_length)
   mlp = stack.mlp_width / work.by_tensor
@@ -136,7 +135,8 @@ def _working(
   compute, stack = work.compute, stack_pass.stack
   tokens, length = work.tokens(stack_pass), stack_pass.length
   wide = (1 + stack.mlp_gated) * stack.mlp_width
-  wide += 2 * stack.heads * stack.head_dim
+  # The layer with the widest heads.
+  wide += 2 * stack.heads * max(x.head_dim for x in stack.kinds)
   width = 2 * stack.width + wide / work.by_tensor
   if work.by_length > 1:  # Keys and values of all shards of a row.
     width += work.by_length * key_value_width(work, stack_pass)
@@ -201,7 +201,8 @@ def by_products(
   work: workload.Workload, stack_pass: workload.StackPass
 ) -> bool:
   """Returns whether tokamax's gradients of a stack run without kernels."""
-  is_wide = stack_pass.stack.head_dim > attention_tokamax.KERNEL_HEAD_DIM
+  head_dim = max(x.head_dim for x in stack_pass.stack.kinds)
+  is_wide = head_dim > attention_tokamax.KERNEL_HEAD_DIM
   return work.compute.attention == 'tokamax' and is_wide
 
 

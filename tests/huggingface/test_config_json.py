@@ -20,6 +20,7 @@ SIZES = dict(
   num_experts_per_tok=4,
   moe_intermediate_size=16,
   shared_expert_intermediate_size=16,
+  hidden_size_per_layer_input=0,
 )
 
 

@@ -40,13 +40,25 @@ def test_rms_norm_casts_once():
 
 def test_rms_norm_with_a_direct_gain_casts_before_it():
   x = jnp.array([[3.0, 4.0]])
-  out = norms.rms_norm(x, jnp.array([2.0, 1.0]), 0.0, one_plus=False)
+  out = norms.rms_norm(x, jnp.array([2.0, 1.0]), 0.0, gain='direct')
   np.testing.assert_allclose(out, np.array([[6.0, 4.0]]) / 12.5**0.5, rtol=1e-6)
   half, gain = random(0, 3, 64).astype(jnp.bfloat16), 1 + random(1, 64)
-  plain = norms.rms_norm(half, jnp.ones(64), 1e-6, one_plus=False)
+  plain = norms.rms_norm(half, jnp.ones(64), 1e-6, gain='direct')
   np.testing.assert_array_equal(
-    norms.rms_norm(half, gain, 1e-6, one_plus=False),
+    norms.rms_norm(half, gain, 1e-6, gain='direct'),
     plain * gain.astype(jnp.bfloat16),
+  )
+
+
+def test_rms_norm_with_a_direct_gain_in_fp32_casts_after_it():
+  half, gain = random(0, 3, 64).astype(jnp.bfloat16), 1 + random(1, 64)
+  got = norms.rms_norm(half, gain, 1e-6, gain='direct_fp32')
+  whole = norms.rms_norm(half.astype(jnp.float32), gain, 1e-6, gain='direct')
+  np.testing.assert_array_equal(got, whole.astype(jnp.bfloat16))
+  cast = norms.rms_norm(half, gain, 1e-6, gain='direct')
+  assert np.any(np.asarray(got != cast))
+  np.testing.assert_array_equal(
+    norms.rms_norm(half, None, 1e-6), norms.rms_norm(half, gain * 0, 1e-6)
   )
 
 

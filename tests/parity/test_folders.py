@@ -67,7 +67,9 @@ def _fours(raw):
   return old
 
 
-@pytest.mark.parametrize('name', tiny_models.CASES)
+@pytest.mark.parametrize(
+  'name', [x for x in tiny_models.CASES if x != 'gemma4']
+)
 def test_configs_of_transformers_4(name, saved, tmp_path):
   """We read them alike, and so does transformers, so they are valid."""
   theirs, folder, _ = saved(name)

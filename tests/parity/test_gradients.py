@@ -75,6 +75,9 @@ def test_gradients_of_all_parameters(name, saved, tmp_path):
   def compare(path, got, theirs):
     """Compares the gradients of one parameter."""
     name = jax.tree_util.keystr(path)
+    if 'layer_scalar' in name:  # A buffer in transformers.
+      assert not np.any(got)
+      return
     assert np.abs(theirs).max() > 0, name
     np.testing.assert_allclose(
       got, theirs, rtol=0, atol=1e-4 * np.abs(theirs).max(), err_msg=name

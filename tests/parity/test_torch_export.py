@@ -10,7 +10,7 @@ import encdec_adapt
 from encdec_adapt import configs
 from encdec_adapt.base import errors
 from encdec_adapt.huggingface import config_json, export
-from encdec_adapt.models import model_config, parameters
+from encdec_adapt.models import heads, model_config, parameters
 from tests import tiny
 from tests.parity import tiny_models
 
@@ -39,6 +39,16 @@ PAIRS = {
     {},
   ),
   'gemma3': (_stack('gemma3'), _stack('gemma3'), {'cross_layers': 'global'}),
+  'gemma4': (
+    _stack('gemma4', window_rule='exclusive'),
+    _stack('gemma4', layers=3, head=heads.Tokens(tied=False)),
+    {},
+  ),
+  'gemma4_merged': (
+    _stack('gemma4'),
+    _stack('gemma4'),
+    {'cross_merged': True, 'shared_table': True, 'cross_layers': 'global'},
+  ),
   'merged': (
     _stack('gemma3', eoi_token=EOI, window_rule='centered'),
     _stack('gemma3', eoi_token=EOI),
@@ -54,7 +64,7 @@ def export_pair(folder, encoder, decoder, options):
   for path, info in parameters.parameter_table(model).items():
     stack = model.stacks[path.split('/')[0]]
     is_gain = path.endswith(('scale', 'query_norm', 'key_norm'))
-    mean = float(is_gain and stack.norm_gain == 'direct')
+    mean = float(is_gain and stack.norm_gain != 'one_plus')
     arrays[path] = draws.normal(mean, 0.3, info.shape).astype(np.float32)
   generation = {**IDS, 'decoder_start_token_id': 2}
   export.write(

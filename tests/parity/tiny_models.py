@@ -81,6 +81,22 @@ GEMMA3 = dict(
     full_attention=dict(rope_type='linear', rope_theta=1000.0, factor=4.0),
   ),
 )
+GEMMA4 = dict(
+  sliding_window=5,
+  layer_types=(_THREE * 2)[:6],
+  num_hidden_layers=6,
+  global_head_dim=24,
+  num_global_key_value_heads=1,
+  attention_k_eq_v=True,
+  hidden_size_per_layer_input=0,
+  final_logit_softcapping=3.0,
+  rope_parameters=dict(
+    sliding_attention=dict(rope_type='default', rope_theta=100.0),
+    full_attention=dict(
+      rope_type='proportional', rope_theta=1000.0, partial_rotary_factor=0.25
+    ),
+  ),
+)
 LLAMA3 = dict(
   rope_type='llama3',
   rope_theta=1000.0,
@@ -222,6 +238,11 @@ CASES: Mapping[str, Case] = {
   'gemma3': _decoder(
     'Gemma3', 'qk-norm, two rotary bases, linear scaling', **GEMMA3
   ),
+  'gemma4': Case(
+    'Gemma4ForCausalLM',
+    lambda: transformers.Gemma4TextConfig(**{**SHAPE, **GEMMA4}),
+    'values from keys, wider global heads that rotate in part, layer scalars',
+  ),
   'gemma3_images': Case(
     'Gemma3ForConditionalGeneration',
     gemma3_settings,
@@ -317,6 +338,9 @@ def make(case: Case, seed: int = 0, settings: Any = None):
   with torch.no_grad():
     for weight in model.parameters():
       weight.normal_(float((weight == 1).all()), 0.3, generator=generator)
+    for name, scalar in model.named_buffers():
+      if name.endswith('layer_scalar'):  # Gemma 4; not near 0.
+        scalar.uniform_(0.7, 1.3, generator=generator)
     for name, weight in model.named_parameters():
       if name.endswith('Attention.q.weight'):
         weight.mul_(0.3)  # T5 does not divide scores by sqrt(12).

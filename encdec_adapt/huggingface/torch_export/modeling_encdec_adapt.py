@@ -29,15 +29,28 @@ _IS_NEW = hasattr(modeling_outputs.Seq2SeqLMOutput, 'cache')
 _CACHE = 'cache' if _IS_NEW else 'past_key_values'
 
 
+def of_kind(stack, kind):
+  """Returns the stack with the heads of layers of a kind."""
+  stack = dict(stack)
+  for name in ('head_dim', 'kv_heads'):
+    size = stack.pop(f'global_{name}', 0)
+    stack[name] = size if size and kind == 'global' else stack[name]
+  stack['values_are_keys'] &= kind == 'global'
+  return stack
+
+
 def rms_norm(x, scale, stack):
-  """Applies RMSNorm over the last axis, in float32."""
+  """Applies RMSNorm over the last axis, in float32; None for no gain."""
   x32 = x.float()
   mean_square = x32.square().mean(-1, keepdim=True)
   normal = x32 * torch.rsqrt(mean_square + stack['norm_eps'])
+  if scale is None:
+    return normal.type_as(x)
   # Gemma casts after the gain, Llama before it.
-  if stack['norm_gain'] == 'one_plus':
-    return (normal * (1 + scale.float())).type_as(x)
-  return normal.type_as(x) * scale
+  if stack['norm_gain'] == 'direct':
+    return normal.type_as(x) * scale
+  one = stack['norm_gain'] == 'one_plus'
+  return (normal * (scale.float() + one)).type_as(x)
 
 
 def softcap(x, cap):
@@ -51,9 +64,12 @@ def rotation(stack, kind, positions):
   # The base of local layers is never scaled (Gemma 3).
   if kind == 'local' and stack['local_rope_theta']:
     theta, scaling = stack['local_rope_theta'], {'kind': 'none'}
-  steps = torch.arange(0, stack['head_dim'], 2, device=positions.device)
-  frequency = theta ** -(steps.float() / stack['head_dim'])
-  if scaling['kind'] != 'none':
+  head_dim = of_kind(stack, kind)['head_dim']
+  steps = torch.arange(0, head_dim, 2, device=positions.device)
+  frequency = theta ** -(steps.float() / head_dim)
+  if scaling['kind'] == 'proportional':
+    frequency[int(scaling['fraction'] * head_dim // 2) :] = 0.0
+  elif scaling['kind'] != 'none':
     share = 0.0
     if scaling['kind'] == 'llama3':
       low, high = scaling['low'], scaling['high']
@@ -166,7 +182,7 @@ class Attention(_Weights):
   def __init__(self, stack, source_width):
     width, head_dim = stack['width'], stack['head_dim']
     shapes = {'query': (width, stack['heads'], head_dim)}
-    for name in ('key', 'value'):
+    for name in ('key', 'value')[: 2 - stack['values_are_keys']]:
       shapes[name] = source_width, stack['kv_heads'], head_dim
     if stack['attention_bias'] != 'none':
       shapes |= {f'{name}_bias': shape[1:] for name, shape in shapes.items()}
@@ -178,19 +194,21 @@ class Attention(_Weights):
     super().__init__(stack, **shapes)
 
   def _normed(self, name, x):
-    x = self.project(name, x)
     if self.stack['qk_norm']:
       x = rms_norm(x, getattr(self, f'{name}_norm'), self.stack)
     return x
 
   def queries(self, x, angles=None):
     """Returns queries [B, N, T, H], rotated by angles if given."""
-    q = self._normed('query', x)
+    q = self._normed('query', self.project('query', x))
     return (rotate(q, *angles) if angles else q).transpose(1, 2)
 
   def keys_values(self, x, angles=None):
     """Returns keys and values [B, K, L, H]; keys rotated by angles if given."""
-    k, v = self._normed('key', x), self.project('value', x)
+    k = self.project('key', x)
+    v = k if self.stack['values_are_keys'] else self.project('value', x)
+    v = rms_norm(v, None, self.stack) if self.stack['value_norm'] else v
+    k = self._normed('key', k)
     k = rotate(k, *angles) if angles else k
     return k.transpose(1, 2), v.transpose(1, 2)
 
@@ -215,8 +233,9 @@ class Layer(nn.Module):
 
   def __init__(self, stack, number):
     super().__init__()
-    self.stack, self.number = stack, number
+    self.number = number
     self.kind = stack['pattern'][number % len(stack['pattern'])]
+    self.stack = stack = of_kind(stack, self.kind)
     self.attention = Attention(stack, stack['width'])
     reads = stack['cross_width'] and stack['cross_layers'] in ('all', self.kind)
     self.merged = reads and stack['cross_merged']
@@ -228,6 +247,8 @@ class Layer(nn.Module):
     if self.crosses:
       self.cross_attention = Attention(stack, stack['cross_width'])
     self.mlp = MLP(stack)
+    if stack['layer_scalar']:
+      self.layer_scalar = _Weights(stack, scale=(1,))
 
   def _add(self, x, part, update):
     if self.stack['post_norms']:
@@ -272,7 +293,8 @@ class Layer(nn.Module):
       k, v = self._memory(cross, states, cache)
       q = cross.queries(self.pre_cross_norm(x))
       x = self._add(x, 'cross', cross(q, k, v, states_visible))
-    return self._add(x, 'mlp', self.mlp(self.pre_mlp_norm(x)))
+    x = self._add(x, 'mlp', self.mlp(self.pre_mlp_norm(x)))
+    return x * self.layer_scalar.scale if self.stack['layer_scalar'] else x
 
 
 class Stack(nn.Module):
@@ -355,7 +377,7 @@ class EncDecAdaptForConditionalGeneration(
     """Initialises a module's parameters missing from the files."""
     for name, value in module.named_parameters(recurse=False):
       if name.endswith(('scale', '_norm')):
-        direct = module.stack['norm_gain'] == 'direct'
+        direct = module.stack['norm_gain'] != 'one_plus'
         nn.init.constant_(value, float(direct))
       else:
         nn.init.normal_(value, std=0.0 if name.endswith('_bias') else 0.02)

@@ -1,0 +1,75 @@
+"""A Gemma 4 becomes a pair, is tuned on a mesh, and goes out to torch."""
+
+import json
+
+import numpy as np
+import pytest
+
+import encdec_adapt
+from encdec_adapt.models import adapters, presets
+from encdec_adapt.tokenizers import vocabulary_pair
+from tests import tiny
+from tests.e2e import folders, test_t5
+from tests.parity import tiny_models
+
+transformers = pytest.importorskip('transformers')
+pytestmark = [pytest.mark.e2e, pytest.mark.parity, pytest.mark.long]
+
+
+def test_a_pair_is_adapted_tuned_and_exported(tmp_path):
+  folder, pair, run = (tmp_path / x for x in ('gemma4', 'pair', 'run'))
+  tiny_models.save_tokenizer(folder, 'gemma')
+  tokens = vocabulary_pair.open_vocabulary(folder)
+  fields = {**tiny_models.SHAPE, **tiny_models.GEMMA4}
+  fields |= {'num_key_value_heads': 4, 'num_global_key_value_heads': 2}
+  settings = transformers.Gemma4TextConfig(
+    **fields
+    | {
+      'vocab_size': tokens.size,
+      'bos_token_id': tokens.bos,
+      'eos_token_id': tokens.eos,
+      'pad_token_id': tokens.pad,
+    }
+  )
+  theirs = tiny_models.make(tiny_models.CASES['gemma4'], settings=settings)
+  theirs.save_pretrained(folder)
+  flags = f'--encoder={folder}', f'--output={pair}', '--vocab_multiple=8'
+  assert tiny.convert('adapt', *flags) == 0
+  report = (pair / 'coverage.json').read_text()
+  leaf = 'decoder/layers/{}/cross_attention/{}'
+  assert leaf.format(2, 'key') in report
+  assert leaf.format(2, 'value') not in report  # Its values are keys.
+  assert leaf.format(1, 'value') in report
+  scalars = read_scalars(pair)
+  assert len({*np.ravel(scalars)}) > 1
+
+  lines = [{'q': f'the fox {i}', 'a': f'two cats {i % 9}'} for i in range(60)]
+  (tmp_path / 'pairs.jsonl').write_text('\n'.join(map(json.dumps, lines)))
+  source = f'--config.data.source=pairs:{tmp_path}/pairs.jsonl#q,a'
+  test_t5.job(f'sft.py:source={pair}', (32, 16), run, source, *test_t5.MESH)
+  np.testing.assert_array_equal(read_scalars(run), scalars)
+  tuned = encdec_adapt.load(run)
+  (text,) = tuned.generate(['the fox 3'], max_tokens=8)
+  exported = folders.export(run, tmp_path / 'exported')
+  again = encdec_adapt.load(exported)
+  assert again.generate(['the fox 3'], max_tokens=8) == [text]
+  flags = run, exported, '--with=transformers', '--tolerance=1e-3'
+  assert tiny.convert('verify', *flags) == 0
+
+
+def read_scalars(run):
+  """Returns the layer scalars of both stacks."""
+  params = tiny.read_params(run)
+  return [
+    x
+    for path, values in sorted(params.items())
+    if 'layer_scalar' in path
+    for x in np.ravel(values)
+  ]
+
+
+def test_adapters_fit_its_kernels():
+  model = presets.decoder_only('gemma4_31b')
+  paths = adapters.Adapters(model, adapters.Options(8)).kernels
+  values = [path for path in paths if path.endswith('attention/value')]
+  assert len(values) == 5  # Of the pattern's local layers.
