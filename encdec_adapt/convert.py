@@ -274,10 +274,10 @@ COMMANDS = {
         'File of new tokens, one a line; a tab and the name of a piece after it'
         ' copy the rows of that piece. Other rows are drawn with the mean and'
         ' deviation of the rows of text. Default: no tokens, only rows for'
-        ' those that the tokenizer has and the table has not.',
+        ' tokens of the tokenizer without a row.',
       ),
       _OUTPUT,
-      command.integer('seed', 'Seed of drawn rows.', default=0),
+      command.integer('seed', 'Seed of drawn rows.', default=0, lower_bound=0),
       _MULTIPLE,
     ),
     resizing.resize_model,

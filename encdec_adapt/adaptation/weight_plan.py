@@ -63,7 +63,7 @@ class _Side:
       UserError: the source has too few layers.
     """
     count, total = self.target.layers, self.config.layers
-    if count == total:  # Ignore the pattern: kinds differ only in masks.
+    if count == total:  # Ignore the pattern: most kinds differ only in masks.
       return tuple(range(count))
 
     def choices(slot: int, first: int, stop: int) -> list[int]:
@@ -333,9 +333,12 @@ def _transforms(
     kind = target.layer_kind(layer_leaves.layer_of(name))
     target, source = target.of_kind(kind), source.of_kind(kind)
     times, remainder = divmod(target.kv_heads, source.kv_heads)
+    key = 'kv_heads'
+    if kind == 'global' and side.target.global_kv_heads:
+      key = 'global_kv_heads'
     if remainder or not times:
       raise errors.UserError(
-        f'{side.stack}.kv_heads is {target.kv_heads}, no multiple of the'
+        f'{side.stack}.{key} is {target.kv_heads}, no multiple of the'
         f' {source.kv_heads} of {side.source}. Key/value heads are repeated,'
         ' never joined: choose a multiple that divides'
         f' {side.stack}.heads ({target.heads}).'

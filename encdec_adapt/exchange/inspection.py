@@ -50,8 +50,7 @@ def _head(stored: model_on_disk.StoredModel) -> Iterator[str]:
   yield f'{stored.path}: {kind}'
   yield f'model: {stored.model.architecture.name}'
   if stored.adapters:
-    options = stored.adapters.options.text
-    yield f'adapters: {options} over {stored.base.full_name}'
+    yield f'adapters: {stored.adapters.options} over {stored.base.full_name}'
   name = transformers_class(stored)
   if name is None:
     name = 'none; export writes the layout of this project'

@@ -26,7 +26,7 @@ from encdec_adapt.training.metrics import held_out_metrics
 # Fields of a stack in the card's table: sizes, without masks and norms.
 _SIZES = (
   *('layers', 'width', 'mlp_width', 'heads', 'kv_heads', 'head_dim'),
-  *('experts', 'vocab_size'),
+  *('global_kv_heads', 'global_head_dim', 'experts', 'vocab_size'),
 )
 _DATASET = re.compile(r'hf://datasets/([\w.-]+/[\w.-]+)')
 # Addresses, and folders of local files.

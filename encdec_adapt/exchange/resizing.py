@@ -5,7 +5,6 @@ The work directory is written atomically (`work_directory`).
 
 from collections.abc import Mapping
 import dataclasses
-import functools
 import pathlib
 import tempfile
 import zlib
@@ -13,11 +12,12 @@ import zlib
 from absl import flags
 import numpy as np
 
+from encdec_adapt.adaptation import coverage as coverage_lib
 from encdec_adapt.base import errors
 from encdec_adapt.cli import command
 from encdec_adapt.files import lazy_array, paths
 from encdec_adapt.huggingface import new_folder
-from encdec_adapt.models import adapters, model_config
+from encdec_adapt.models import model_config
 from encdec_adapt.stored import (
   model_on_disk,
   pretrained_files,
@@ -25,8 +25,6 @@ from encdec_adapt.stored import (
   work_directory,
 )
 from encdec_adapt.tokenizers import new_tokens, vocabulary_pair
-
-_BLOCK = 1 << 14  # Rows to read at a time.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,20 +55,27 @@ def resize_model(values: flags.FlagValues, _: list[str]) -> int:
   stored = model_on_disk.open_model(
     values.checkpoint, vocab_multiple=values.vocab_multiple
   )
-  opened = stored.open_vocabularies()
-  if stored.adapters or opened is None:
-    problem = (
-      f'is a run of adapters ({adapters.LABEL}); merge them first (`convert'
-      ' merge-lora`).'
-    )
+  model_on_disk.require_head(stored)
+  if stored.adapters:
     raise errors.UserError(
-      f'--checkpoint={stored.name} '
-      + (problem if opened else 'has no tokenizer to add tokens to.')
+      f'--checkpoint={stored.name} is a run of adapters; merge them first'
+      ' (`convert merge-lora`).'
     )
+  opened = stored.open_vocabularies()
+  if opened is None:
+    raise errors.UserError(
+      f'--checkpoint={stored.name} has no tokenizer to add tokens to; put its'
+      ' tokenizer.model or tokenizer.json into the folder of the weights.'
+    )
+  for line in coverage_lib.by_reason(stored.unused):
+    print(f'unused: {line}')
   tokens = new_tokens.read_file(values.tokens) if values.tokens else {}
   with tempfile.TemporaryDirectory() as scratch:
     folders = _write_tokenizers(pathlib.Path(scratch), stored, opened)
-    added = {x: new_tokens.add(folders[x], tokens) for x in folders}
+    added = {
+      side: new_tokens.add(folder, tokens, stored.model.stacks[side].vocab_size)
+      for side, folder in folders.items()
+    }
     choice = model_on_disk.vocabularies_in(paths.at(scratch))
     model, rows = _resized(stored.model, opened, choice.open(), added)
     arrays = stored.arrays()
@@ -81,7 +86,11 @@ def resize_model(values: flags.FlagValues, _: list[str]) -> int:
       arrays[path] = _with_rows(arrays[path], table_rows, new, seed)
     contents = work_directory.Contents(
       model,
-      {'command': 'resize', 'sources': [stored.name]},
+      {
+        'command': 'resize',
+        'sources': [stored.name],
+        'unused': stored.unused,
+      },
       pretrained_files.folders(stored.path),
       choice,
       run=stored.run,
@@ -98,12 +107,6 @@ def _write_tokenizers(
   opened: vocabulary_pair.Opened,
 ) -> pretrained_files.Folders:
   """Writes the tokenizer files as an export does; returns folders by stack."""
-  if opened.decoder.added:
-    raise errors.UserError(
-      f'{stored.name} has {len(opened.decoder.added)} sentinels that are in no'
-      ' tokenizer file (config.data.add_sentinels); export it, and resize the'
-      ' export.'
-    )
   tokenizer_files.write(folder, stored, opened, stored.prompt_side)
   separate = folder / model_on_disk.DECODER_TOKENIZER
   if separate.is_dir():
@@ -152,45 +155,22 @@ def _resized(
 def _with_rows(
   array: lazy_array.LazyArray, rows: int, new: _NewRows, seed: list[int]
 ) -> lazy_array.LazyArray:
-  """Returns a table [V, D] with new rows, in its dtype, read in parts."""
+  """Returns a table [V, D] with new rows, in its dtype; the others pad it."""
 
-  @functools.cache
-  def values() -> dict[int, np.ndarray]:
-    found = {i: array[source] for i, source in new.copied.items()}
+  def make() -> np.ndarray:
+    old = np.asarray(array)
+    table = np.zeros((rows, *old.shape[1:]), old.dtype)
+    table[: len(old)] = old
+    for i, source in new.copied.items():
+      table[i] = old[source]
     if new.drawn:
-      mean, deviation = _moments(array, new.text_ids)
-      normal = np.random.default_rng(seed).standard_normal(
-        (len(new.drawn), *mean.shape)
+      text = old[new.text_ids].astype(np.float32)
+      mean, deviation = text.mean(0, np.float64), text.std(0, np.float64)
+      draws = np.random.default_rng(seed).standard_normal(
+        (len(new.drawn), len(mean))
       )
-      drawn = mean + deviation * normal
-      found |= zip(new.drawn, drawn.astype(array.dtype), strict=True)
-    return found
+      table[[*new.drawn]] = mean + deviation * draws
+    return table
 
-  def read(index: tuple[slice, ...]) -> np.ndarray:
-    start, stop, _ = index[0].indices(rows)
-    old = array.read_part((slice(start, min(stop, len_old)), *index[1:]))
-    part = np.zeros((stop - start, *old.shape[1:]), array.dtype)
-    part[: len(old)] = old
-    for i, row in values().items():
-      if start <= i < stop:
-        part[i - start] = row[index[1:]]
-    return part
-
-  len_old = array.shape[0]
-  return dataclasses.replace(
-    array, shape=(rows, *array.shape[1:]), read_part=read
-  )
-
-
-def _moments(
-  array: lazy_array.LazyArray, ids: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-  """Returns mean and standard deviation [D] of rows, read block by block."""
-  total = squares = np.zeros(array.shape[1:])
-  for start in range(0, array.shape[0], _BLOCK):
-    part = array.read_part((slice(start, start + _BLOCK), slice(None)))
-    inside = ids[(ids >= start) & (ids < start + len(part))] - start
-    part = part[inside].astype(np.float64)
-    total, squares = total + part.sum(0), squares + (part**2).sum(0)
-  mean = total / len(ids)
-  return mean, np.sqrt(np.maximum(squares / len(ids) - mean**2, 0))
+  shape = rows, *array.shape[1:]
+  return lazy_array.LazyArray.in_full(shape, array.dtype, make)

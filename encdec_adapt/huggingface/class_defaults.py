@@ -1,8 +1,8 @@
 """Defaults of transformers classes for fields absent from config.json.
 
 Published files omit fields equal to the default, and parts of composite files
-even sizes: the text config of Gemma 3 4B has five fields. Hence Gemma 2 and 3
-have default sizes; other families must state theirs. Source: transformers 5.23,
+even sizes: the text config of Gemma 3 4B has five fields. Hence Gemma 2 to 4
+have default sizes; other families must state theirs. Source: transformers 5.24,
 `configuration_<family>.py`; a test in tests/parity compares every entry with
 the installed version. Fields unused by our models are omitted.
 """
@@ -55,6 +55,13 @@ _T5 = {
 }
 _MT5 = {**_T5, 'feed_forward_proj': 'gated-gelu'}
 
+GEMMA4_ROPE: Mapping[str, Any] = {
+  'full_attention': {
+    'rope_type': 'proportional',
+    'partial_rotary_factor': 0.25,
+  },
+  'sliding_attention': {},
+}
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
   'gemma': {**_GEMMA, 'hidden_act': 'gelu_pytorch_tanh'},
   'gemma2': {
@@ -78,13 +85,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     'attention_k_eq_v': False,
     'rope_theta': 1e6,
     'rope_local_base_freq': 10000.0,
-    'rope_parameters': {
-      'full_attention': {
-        'rope_type': 'proportional',
-        'partial_rotary_factor': 0.25,
-      },
-      'sliding_attention': {},
-    },
+    'rope_parameters': GEMMA4_ROPE,
   },
   'llama': {**_PLAIN, **_BIAS, 'mlp_bias': False},
   'mistral': {**_PLAIN, 'sliding_window': 4096},

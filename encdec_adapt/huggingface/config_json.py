@@ -140,7 +140,9 @@ def _raw_from_reward_model(
   stack: model_config.StackConfig, family: families.Family
 ) -> dict[str, Any]:
   if not family.has_classifier:
-    raise errors.UserError('its family has no class for classification.')
+    raise errors.UserError(
+      'transformers has no class of its family for classification.'
+    )
   plain = dataclasses.replace(stack, head=heads.Tokens(stack.head.tied))
   raw = _raw_from_decoder(plain, family)
   return {**raw, 'architectures': [family.classifier], **_ONE_LABEL}

@@ -3,7 +3,7 @@
 A family is data: a map of its fields to ours, and our fields that it fixes;
 `class_defaults` has the defaults of its class. Rotary and window fields are
 read in the spelling of transformers 4 and 5, and written in the spelling of 5.
-Source of names and rules: transformers 5.23, `configuration_<family>.py`.
+Source of names and rules: transformers 5.24, `configuration_<family>.py`.
 """
 
 from collections.abc import Callable, Mapping
@@ -86,8 +86,8 @@ class Family:
   def name(self) -> str:
     """Prefix of its other transformers classes."""
     name = self.architecture.removesuffix('ForCausalLM')
-    # Gemma 3's shorter name is of classes for images.
-    return 'Gemma3Text' if name == 'Gemma3' else name
+    # The shorter names are of classes for images.
+    return f'{name}Text' if name in ('Gemma3', 'Gemma4') else name
 
   @property
   def classifier(self) -> str:
@@ -152,43 +152,49 @@ def _spell_gemma4(raw: Raw, file: str) -> Raw:
   for name, (part, default) in _GEMMA4_PARTS.items():
     if value := raw.get(name, default):
       raise errors.UserError(
-        f'{file} has {name} = {value!r}: {part}, which models here have not;'
-        ' supported is the dense block of Gemma 4 31B.'
+        f'{file} has {name} = {value!r}: {part} are not supported; give a model'
+        ' of the dense block, as Gemma 4 31B.'
       )
   kinds = raw.get('layer_types')
-  if kinds is None:
-    period = _alternating(6)(raw)
-    kinds = [period[i % len(period)] for i in range(raw['num_hidden_layers'])]
-    kinds[-1] = _FULL  # As its class does.
+  if kinds is None:  # As in its class: five to one, and the last global.
+    layers = raw['num_hidden_layers']
+    kinds = [_FULL if i % 6 == 5 else _SLIDING for i in range(layers)]
+    kinds[-1] = _FULL
   elif kinds[-1:] != [_FULL]:
     raise errors.UserError(
       f'{file} lists {kinds[-1:]} as the last of its layer_types, and'
       f' transformers makes the last layer of Gemma 4 a {_FULL!r}; so must the'
       ' file.'
     )
-  found = {name: raw.get(name) for name in _GLOBAL}
+  sizes = {name: raw.get(name) for name in _GLOBAL}
   if 'global_head_dim' not in raw:
-    found['global_head_dim'] = 512  # The class default.
+    sizes['global_head_dim'] = 512  # The class default.
   if not raw['attention_k_eq_v']:
-    found['num_global_key_value_heads'] = None
-  if by_layer := raw.get('per_layer_config'):
+    sizes['num_global_key_value_heads'] = None
+  if 'per_layer_config' in raw:
+    by_layer = raw['per_layer_config'] or {}
     full = {f'{i}' for i, kind in enumerate(kinds) if kind == _FULL}
-    shape = next(iter(by_layer.values()))
-    alike = all(value == shape for value in by_layer.values())
     # Numbers of layers, padded with zeros to one width.
-    if not alike or {f'{x}'.lstrip('0') or '0' for x in by_layer} != full:
+    numbers = {f'{x}'.lstrip('0') or '0' for x in by_layer}
+    first = next(iter(by_layer.values()), {})
+    alike = all(value == first for value in by_layer.values())
+    known = isinstance(first, Mapping) and first.keys() <= {*_GLOBAL.values()}
+    if not alike or not known or numbers not in (set(), full):
       raise errors.UserError(
-        f'{file} has per_layer_config {by_layer!r}; layers of one kind must be'
-        ' alike, and only those of full_attention differ from the others.'
+        f'{file} has per_layer_config {by_layer!r}; supported are equal'
+        f' {" and ".join(_GLOBAL.values())} of all full_attention layers.'
       )
-    found = {name: shape.get(other) for name, other in _GLOBAL.items()}
+    sizes = {name: first.get(other) for name, other in _GLOBAL.items()}
+  spelled = {
+    name: sizes[name] if sizes[name] != raw[other] else 0
+    for name, other in _GLOBAL.items()
+  }
+  rotary = raw.get('rope_parameters') or class_defaults.GEMMA4_ROPE
   return {
     **raw,
     'layer_types': kinds,
-    **{
-      name: found[name] if found[name] and found[name] != raw[other] else 0
-      for name, other in _GLOBAL.items()
-    },
+    'rope_parameters': rotary,
+    **{name: size or 0 for name, size in spelled.items()},
   }
 
 
@@ -259,7 +265,6 @@ FAMILIES: Mapping[str, Family] = {
         'norm_gain': 'direct_fp32',
         'layer_scalar': True,
       },
-      layer_types=_alternating(6),
       spell=_spell_gemma4,
       written=dict.fromkeys(_GEMMA4_PARTS, 0) | {'enable_moe_block': False},
       has_classifier=False,

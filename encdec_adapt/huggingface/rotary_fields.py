@@ -1,7 +1,7 @@
 """Converts rotary fields between config.json and our configs.
 
 Reads the spelling of transformers 4 and 5, writes the spelling of 5. Source:
-transformers 5.23, `modeling_rope_utils.py`.
+transformers 5.24, `modeling_rope_utils.py`.
 """
 
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ def fields_from_raw(
   Args:
     raw: parsed object, with the defaults of its class.
     file: name of the file, for error messages.
-    local_theta: whether local layers have a separate rotary base (Gemma 3).
+    local_theta: whether local layers have a separate rotary base (Gemma 3, 4).
 
   Raises:
     UserError: a scaling is unsupported or lacks fields, or local layers have
@@ -47,8 +47,8 @@ def fields_from_raw(
     )
   if kind == 'proportional' and full.get('factor', 1) != 1:
     raise errors.UserError(
-      f'{file} divides proportional rotary frequencies by {full["factor"]};'
-      ' supported is a factor of 1.'
+      f'{file} divides proportional rotary frequencies by {full["factor"]},'
+      ' which is not supported; remove the factor.'
     )
   names = [NAMES[number] for number in rope.NUMBERS[kind]]
   if missing := [name for name in names if name not in full]:

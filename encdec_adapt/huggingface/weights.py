@@ -113,7 +113,7 @@ class Layout:
     bias: name of a stack's relative position bias, without prefix.
     head_by_value: whether a head is tied unless a tensor different from the
       table is stored, whatever config.json says.
-    ignored: name prefixes of tensors unread by the class.
+    ignored: name prefixes of tensors unread by the class, or of towers.
     aliases: pattern of an alternative part of a name -> part used here.
     modules: prefix used here -> prefix of the module in memory, if different.
     copies: name of a second copy of a tensor, from some writers -> name used by
@@ -214,7 +214,13 @@ DECODER_ONLY_MIXTRAL = _decoder_only(
 )
 DECODER_ONLY_QWEN_MOE = _decoder_only(QWEN_MOE, fused=_fused(QWEN_MOE))
 DECODER_ONLY_GEMMA = _decoder_only(GEMMA)
-DECODER_ONLY_GEMMA4 = _decoder_only(GEMMA4)
+DECODER_ONLY_GEMMA4 = _decoder_only(
+  GEMMA4,
+  ignored=tuple(
+    f'model.{x}.'
+    for x in ('vision_tower', 'embed_vision', 'audio_tower', 'embed_audio')
+  ),
+)
 _PAIR = {'encoder': 'model.encoder.', 'decoder': 'model.decoder.'}
 PAIR_T5GEMMA = Layout(
   layer=T5GEMMA,

@@ -119,7 +119,8 @@ class Adapters:
   def full(self) -> tuple[str, ...]:
     """Paths of the fully trained parameters."""
     names = {path: _names(path) for path in self._base_table}
-    paths = self._matches('full', names)
+    trainable = {k: v for k, v in names.items() if not _is_frozen(k)}
+    paths = self._matches('full', trainable)
     # Heads other than token heads may start untrained, so they always train.
     head = self.model.decoder.head
     fresh = head.fresh if head.predicts_tokens else head.modules
@@ -340,6 +341,10 @@ def _names(path: str) -> frozenset[str]:
   if module in block.CROSS:
     names.add('cross_attention')
   return frozenset(names)
+
+
+def _is_frozen(path: str) -> bool:
+  return path.endswith('/layer_scalar/scale')
 
 
 def _is_projection(path: str, info: parameters.ParamInfo) -> bool:

@@ -61,7 +61,13 @@ def _names(config: model_config.StackConfig, group: str) -> list[str]:
   return names[:-1] if config.values_are_keys else names
 
 
-def _keys_values(config, params, key, value=None) -> caches.KeyValues:
+def _keys_values(
+  config: model_config.StackConfig,
+  params: Mapping[str, Any],
+  key: Float[Array, 'B S K H'],
+  value: Float[Array, 'B S K H'] | None = None,
+) -> caches.KeyValues:
+  """Returns normalised keys and values; None for values that are keys."""
   value = key if value is None else value
   key = _norm(config, params, 'key_norm', key)
   value = layers.norm(config, value, None) if config.value_norm else value

@@ -67,7 +67,8 @@ class Block(nn.Module):
 
   Each adds post_norm(f(pre_norm(x))) to the residual stream, or f(pre_norm(x))
   in stacks without post-norms. Dropout applies to these updates, as in T5Gemma
-  (transformers, modeling_t5gemma.py).
+  (transformers, modeling_t5gemma.py). A layer scalar multiplies the sum
+  (Gemma 4).
 
   Attributes:
     config: the stack's shape.

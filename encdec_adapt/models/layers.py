@@ -100,10 +100,14 @@ class RMSNorm(nn.Module):
 
 
 class LayerScalar(nn.Module):
-  """Multiplies the states by a number that never trains (Gemma 4)."""
+  """Multiplies the states by a frozen scalar.
+
+  Source: transformers 5.24, `modeling_gemma4.py`, the buffer `layer_scalar`.
+  """
 
   @nn.compact
   def __call__(self, x: Float[Array, 'B L D']) -> Float[Array, 'B L D']:
+    # Not sharded.
     init = nn.with_logical_partitioning(nn.initializers.ones, ('reward',))
     scale = self.param('scale', init, (1,), jnp.float32)
     return x * jax.lax.stop_gradient(scale).astype(x.dtype)

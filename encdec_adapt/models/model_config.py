@@ -138,8 +138,8 @@ class StackConfig:
   )
   layer_scalar: bool = keys.key(
     False,
-    'Multiply the states after each layer by a number of the source, which'
-    ' never trains (Gemma 4).',
+    'Multiply the states after each layer by a frozen scalar, copied from the'
+    ' source (Gemma 4).',
   )
   activation: Literal['gelu_tanh', 'silu', 'relu'] = keys.key(
     'gelu_tanh',
@@ -225,10 +225,9 @@ class StackConfig:
       )
     if self.values_are_keys and self.cross_width not in (None, self.width):
       raise errors.UserError(
-        'values_are_keys is set, and cross-attention to an encoder of width'
-        f' {self.cross_width} has no kernel to copy in a decoder of width'
-        f' {self.width}; choose an encoder of that width, or clear'
-        ' values_are_keys of a decoder that is trained from random weights.'
+        'values_are_keys is not supported with an encoder of width'
+        f' {self.cross_width} and a decoder of width {self.width}; choose an'
+        f' encoder of width {self.width}.'
       )
     self.head.sizes(self.width)  # Checks them.
     self._check_experts()
@@ -349,7 +348,7 @@ class StackConfig:
 
   @property
   def kinds(self) -> tuple['StackConfig', ...]:
-    """`of_kind` of every layer, from 0."""
+    """The stack with the heads of each layer, from layer 0."""
     by_kind = {kind: self.of_kind(kind) for kind in set(self.pattern)}
     return tuple(by_kind[self.layer_kind(i)] for i in range(self.layers))
 

@@ -186,8 +186,8 @@ def _kernels(
       work.parts * sum(map(_calls, passes)),
       sum(p.flops(forward_flops.scores) for p in passes) * share * rows,
       hardware,
-      # All stacks of a shipped model have the same head_dim.
-      passes[0].stack.head_dim,
+      # Stacks of a shipped model have the same heads.
+      max(x.head_dim for x in passes[0].stack.kinds),
     )
     for name, (share, passes) in runs.items()
     if passes

@@ -27,17 +27,25 @@ def read_file(path: str) -> dict[str, str]:
   """Reads a file of new tokens, one a line.
 
   Args:
-    path: the file. A line is a token, or a token, a tab and the name of the
-      piece whose rows it copies.
+    path: a file in UTF-8. A line is a token, or a token, a tab and the name of
+      the piece whose rows it copies.
 
   Returns:
     Token -> piece, '' to draw its rows.
 
   Raises:
-    UserError: a line is empty, has spaces around its token, or occurs twice.
+    UserError: the file cannot be read, or a line is empty, has spaces around
+      its token, or occurs twice.
   """
+  try:
+    text = paths.at(path).read_bytes().decode()
+  except (OSError, UnicodeDecodeError) as error:
+    raise errors.UserError(
+      f'the file of tokens {path} cannot be read ({error}); give a file in'
+      ' UTF-8 with a token a line.'
+    ) from error
   tokens: dict[str, str] = {}
-  for number, line in enumerate(paths.at(path).read_text().splitlines(), 1):
+  for number, line in enumerate(text.removesuffix('\n').split('\n'), 1):
     token, _, piece = line.partition('\t')
     problem = ''
     if not token or token != token.strip():
@@ -51,20 +59,22 @@ def read_file(path: str) -> dict[str, str]:
 
 
 def add(
-  folder: pathlib.Path, tokens: Mapping[str, str]
+  folder: pathlib.Path, tokens: Mapping[str, str], rows: int
 ) -> dict[int, int | None]:
   """Adds tokens to the files that `tokenizer_writer.write` has completed.
 
   Args:
     folder: a local folder.
     tokens: result of `read_file`.
+    rows: rows of the model's table.
 
   Returns:
     Id of each token -> id of its piece, None to draw its rows.
 
   Raises:
-    UserError: there is no tokenizer.json, a token exists, a piece to copy does
-      not, or text with a token is not given back.
+    UserError: there is no tokenizer.json, it has sentinels at its end, a token
+      exists, a piece to copy has no row, or text with a token is not given
+      back.
   """
   file = folder / tokenizer_writer.JSON
   if not file.exists():
@@ -73,16 +83,23 @@ def add(
       ' tokenizer is bytes alone; add tokens to another model.'
     )
   tokenizer = tokenizers.Tokenizer.from_file(str(file))
+  before = tokenizer.get_vocab()
+  if last := next(filter(vocabulary.ADDED.fullmatch, [*before, *tokens]), ''):
+    raise errors.UserError(
+      f'the vocabulary or the file has {last!r}, and sentinels must be its last'
+      ' tokens; config.data.add_sentinels adds them, after other tokens.'
+    )
   for token, piece in tokens.items():
-    if (known := tokenizer.token_to_id(token)) is not None:
+    if (known := before.get(token)) is not None:
       raise errors.UserError(
         f'the token {token!r} exists already, with the id {known}; remove its'
         ' line.'
       )
-    if piece and tokenizer.token_to_id(piece) is None:
+    if piece and before.get(piece, rows) >= rows:
       raise errors.UserError(
         f'the token {token!r} copies {piece!r}, which is no piece of the'
-        ' vocabulary; pieces are named as in tokenizer.json (\u2581the, Ġthe).'
+        ' vocabulary with a row; name a piece as in tokenizer.json'
+        ' (\u2581the, \u0120the).'
       )
   special = {x: bool(vocabulary.SPECIAL.fullmatch(x)) for x in tokens}
   added = [
@@ -90,9 +107,15 @@ def add(
     for token in tokens
   ]
   tokenizer.add_tokens(added)
+  ids = {token: tokenizer.token_to_id(token) for token in tokens}
+  # `tokenizers` counts, and does not look for the last id.
+  if not {*ids.values()}.isdisjoint(before.values()):
+    raise errors.UserError(
+      f'the vocabulary has {len(before)} tokens and ids up to'
+      f' {max(before.values())}, so that new tokens would get ids of others;'
+      ' give a tokenizer without gaps.'
+    )
   tokenizer.save(str(file))
-  id_of = tokenizer.token_to_id
-  ids = {token: id_of(token) for token in tokens}
   for name in (vocabulary_pair.SENTENCEPIECE, vocabulary_pair.T5):
     (folder / name).unlink(missing_ok=True)
   config = atomic.read_json(folder / tokenizer_writer.CONFIG)
@@ -108,7 +131,7 @@ def add(
     atomic.write_json(folder / _ADDED, listed | ids)
   _check(vocabulary_pair.open_vocabulary(file), ids, special)
   return {
-    ids[x]: id_of(piece) if piece else None for x, piece in tokens.items()
+    ids[x]: before[piece] if piece else None for x, piece in tokens.items()
   }
 
 
@@ -126,6 +149,6 @@ def _check(
       raise errors.UserError(
         f'with the token {token!r} the tokenizer reads {text!r} as'
         f' {[*map(vocab.piece, read)]}, and gives back {vocab.decode(read)!r};'
-        ' spell it in ASCII, or give a model whose tokenizer puts no space'
-        ' before a text (not Llama 2).'
+        ' remove the token, or change it: byte-level tokenizers take ASCII, and'
+        ' those that put a space before a text (Llama 2) no new tokens.'
       )

@@ -66,9 +66,9 @@ SPECIAL = re.compile(
   r'<(pad|eos|bos|unk|mask|s|/s|2mass|unused\d+|start_of_turn|end_of_turn'
   r'|start_of_image|end_of_image|image_soft_token|sentinel_\d+|mode_[RSX])>'
   r'|\u2581?<extra_id_\d+>'
-  r'|\[@BOS@\]|<\|[^|]+\|>'
+  r'|\[@BOS@\]|<\|[^|]+\|>|<\|\w+>|<\w+\|>'
 )
-_ADDED = re.compile(r'<(sentinel_\d+|mode_([RSX]))>')
+ADDED = re.compile(r'<(sentinel_\d+|mode_([RSX]))>')
 # Gemma 2 has <unused0> to <unused98>; the last three of them are the modes.
 _GEMMA_SENTINELS = tuple(f'<unused{i}>' for i in range(96))
 _GEMMA_MODES = tuple(f'<unused{i}>' for i in range(96, 99))
@@ -240,7 +240,7 @@ class Vocabulary(abc.ABC):
     return _sentinels_and_modes(self.specials)
 
   def _take(self, added: range) -> None:
-    modes = {i: _ADDED.fullmatch(self._names[i])[2] for i in added}
+    modes = {i: ADDED.fullmatch(self._names[i])[2] for i in added}
     self.sentinels = [*self.sentinels, *(i for i in added if not modes[i])]
     self.mode_ids |= {mode: i for i, mode in modes.items() if mode}
 
@@ -483,7 +483,7 @@ def _numbered(names: re.Pattern[str], specials: Mapping[str, int]) -> list[int]:
 
 
 def _original_size(names: Mapping[int, str], size: int) -> int:
-  while _ADDED.fullmatch(names.get(size - 1, '')):
+  while ADDED.fullmatch(names.get(size - 1, '')):
     size -= 1
   return size
 

@@ -142,9 +142,17 @@ def check_size(
     A note on special tokens beyond the table, '' without any.
 
   Raises:
-    UserError: names both sizes, a token beyond the table, and the key.
+    UserError: the table lacks a token that may occur; names both sizes, the
+      token, and the key. Or a tokenizer.json beside the vocabulary has tokens
+      that it lacks.
   """
   path, size, piece = vocab.path, vocab.size, vocab.piece
+  if tokens := _added_beside(vocab):
+    raise errors.UserError(
+      f'the {TOKENIZER_JSON} beside {path} has {len(tokens)} tokens that it has'
+      f' not ({tokens[0]!r}, ..); add their rows with `convert resize`, or'
+      f' remove that {TOKENIZER_JSON}.'
+    )
   surplus = range(rows, size)
   used = next((i for i in surplus if _may_be_read(vocab, i)), None)
   if used is not None:
@@ -153,7 +161,7 @@ def check_size(
       f"the vocabulary {path} has {size} tokens{added} and the {side}'s table"
       f' {rows} rows, none for {piece(used)!r} ({used}); give the vocabulary of'
       ' this model, or '
-      + (f'set {key}={size}.' if key else 'add the rows by `convert resize`.')
+      + (f'set {key}={size}.' if key else 'add the rows with `convert resize`.')
     )
   if not surplus:
     return ''
@@ -162,6 +170,19 @@ def check_size(
     f" {piece(rows)!r} ({rows}), have no row in the {side}'s table and are"
     ' left out: a text that spells one out is read as its characters.'
   )
+
+
+def _added_beside(vocab: vocabulary.Vocabulary) -> list[str]:
+  """Returns tokens that users have added to the conversion of a model."""
+  if not vocab.files or vocab.files[0].suffix == '.json':
+    return []
+  file = vocab.files[0].parent / TOKENIZER_JSON
+  tokens = atomic.read_json(file)['added_tokens'] if file.is_file() else []
+  return [
+    token['content']
+    for token in tokens
+    if token['id'] >= vocab.stored_size and not token.get('special')
+  ]
 
 
 def _may_be_read(vocab: vocabulary.Vocabulary, token: int) -> bool:

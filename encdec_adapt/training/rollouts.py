@@ -61,7 +61,7 @@ def sampling_rules(placement: state_lib.Placement) -> rules_lib.Rules:
     for stack in placement.model.config.stacks.values()
     for count in (
       stack.kv_heads,
-      stack.kinds[-1].kv_heads,
+      stack.global_kv_heads,
       stack.mlp_width,
       stack.table_rows,
     )

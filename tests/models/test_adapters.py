@@ -13,7 +13,13 @@ import encdec_adapt
 from encdec_adapt.base import errors
 from encdec_adapt.data.sources import text_sources
 from encdec_adapt.models import adapters as adapters_lib
-from encdec_adapt.models import build, execution, model_config, parameters
+from encdec_adapt.models import (
+  build,
+  execution,
+  model_config,
+  parameters,
+  presets,
+)
 from encdec_adapt.ops import kernel_forms, partition
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules as rules_lib
@@ -196,6 +202,17 @@ def test_meshes_equal_one_device(mesh, rules):
     np.testing.assert_allclose(
       flat[path], value, atol=3e-5 * largest, err_msg=path
     )
+
+
+def test_layer_scalars_never_train_and_values_may_have_no_kernel():
+  model = presets.decoder_only('gemma4_31b')
+  full = adapters_lib.Adapters(model, adapters_lib.Options(8, full=('scale',)))
+  assert full.full and not any('layer_scalar' in path for path in full.full)
+  values = [path for path in full.kernels if path.endswith('attention/value')]
+  assert len(values) == 5  # Of the local layers of the pattern.
+  options = adapters_lib.Options(8, full=('layer_scalar',))
+  with pytest.raises(errors.UserError, match="'layer_scalar', which matches"):
+    adapters_lib.Adapters(model, options)
 
 
 def test_new_adapters_change_nothing_and_are_drawn_as_in_peft():

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from encdec_adapt.base import errors
 from encdec_adapt.huggingface import (
   class_defaults,
   config_json,
@@ -78,6 +79,49 @@ def test_each_field_left_out(model_type):
 def test_all_fields_left_out(model_type):
   expected = CLASSES[model_type]().to_dict()
   assert read({'model_type': model_type}) == read(expected)
+
+
+@pytest.mark.parametrize(
+  'fields',
+  [
+    {'global_head_dim': 256},  # Written as an empty per_layer_config.
+    {'num_hidden_layers': 8},
+    {'attention_k_eq_v': False},
+  ],
+)
+def test_heads_of_gemma_4_by_layer_or_left_out(fields):
+  fields = FIELDS['gemma4_text'] | fields
+  written = transformers.Gemma4TextConfig(**fields).to_dict()
+  assert 'global_head_dim' not in written
+  stated = {'model_type': 'gemma4_text', **fields, 'rope_parameters': None}
+  assert read(stated) == read(written)
+
+
+@pytest.mark.parametrize(
+  'by_layer',
+  [{'5': {'head_dim': 32, 'sliding_window': 7}}, {'5': 3}, {'4': {}}],
+)
+def test_other_fields_of_gemma_4_by_layer_are_refused(by_layer):
+  raw = transformers.Gemma4TextConfig(
+    num_hidden_layers=6, **FIELDS['gemma4_text']
+  ).to_dict()
+  with pytest.raises(errors.UserError, match='per_layer_config .* supported'):
+    read({**raw, 'per_layer_config': by_layer})
+
+
+@pytest.mark.parametrize(
+  'fields, words',
+  [
+    ({'hidden_size_per_layer_input': 256}, 'a second table of tokens'),
+    ({'num_kv_shared_layers': 2}, 'layers that share keys and values'),
+    ({'enable_moe_block': True}, 'experts beside a feed-forward'),
+    ({'use_bidirectional_attention': 'all'}, 'use_bidirectional_attention'),
+  ],
+)
+def test_parts_of_gemma_4_are_refused_by_name(fields, words):
+  raw = {'model_type': 'gemma4_text', **FIELDS['gemma4_text'], **fields}
+  with pytest.raises(errors.UserError, match=words):
+    read(raw)
 
 
 @pytest.mark.parametrize('hidden_activation', [None, 'gelu_pytorch_tanh'])

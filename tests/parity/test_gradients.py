@@ -15,7 +15,10 @@ pytestmark = pytest.mark.parity
 
 
 # Cases with the parameters and layers of another case of the family.
-_AS = ('gemma3_images', 'llama_tied', 'qwen2_window', 't5gemma')
+_AS = (
+  *('gemma3_images', 'gemma4_images', 'llama_tied', 'qwen2_window'),
+  't5gemma',
+)
 
 
 def gradients_folder(model, folder):

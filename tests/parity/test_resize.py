@@ -1,5 +1,6 @@
 """`convert resize`: new tokens of a model, read alike by transformers."""
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -7,8 +8,9 @@ import encdec_adapt
 from encdec_adapt.base import errors
 from encdec_adapt.stored import model_on_disk
 from encdec_adapt.tokenizers import vocabulary_pair
-from tests import tiny
+from tests import tiny, toy_models
 from tests.parity import tiny_models
+from tests.tokenizers import t5_files
 
 pytestmark = pytest.mark.parity
 torch, transformers = tiny_models.torch, tiny_models.transformers
@@ -103,9 +105,12 @@ def test_tokens_are_added(tmp_path, name):
   tiny_models.assert_same_logits(ours, exported, rows)
 
 
-def test_rows_for_tokens_that_transformers_added(tmp_path):
+@pytest.mark.parametrize('name', ['qwen2', 't5'])
+def test_rows_for_tokens_that_transformers_added(tmp_path, name):
   folder, run = tmp_path / 'model', tmp_path / 'run'
-  _save(folder, 'qwen2')
+  _save(folder, name)
+  if name == 't5':  # As transformers 4 saved it.
+    t5_files.train(folder / vocabulary_pair.T5)
   size = vocabulary_pair.open_vocabulary(folder).size
   tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
   tokenizer.add_tokens(['kinase', 'zorp'])
@@ -114,9 +119,43 @@ def test_rows_for_tokens_that_transformers_added(tmp_path):
   with pytest.raises(errors.UserError, match="'kinase'.*`convert resize`"):
     tiny.convert('import', f'--source={folder}', *flags)
   assert tiny.convert('resize', f'--checkpoint={folder}', *flags) == 0
-  assert model_on_disk.open_model(run).model.decoder.vocab_size == size + 2
+  stored = model_on_disk.open_model(run)
+  assert stored.model.decoder.vocab_size == size + 2
+  text = 'a kinase of zorp'
+  ids = tokenizer(text, add_special_tokens=False).input_ids
+  assert stored.open_vocabularies().decoder.encode(text).tolist() == ids
+  again = f'--checkpoint={run}', f'--output={tmp_path}/again'
   with pytest.raises(errors.UserError, match='nothing to add'):
-    tiny.convert('resize', f'--checkpoint={run}', f'--output={tmp_path}/again')
+    tiny.convert('resize', *again)
+
+
+def test_a_run_in_bfloat16_with_two_tokenizers(tmp_path):
+  sources = tmp_path / 'gemma2', tmp_path / 'qwen2'
+  for folder in sources:
+    _save(folder, folder.name)
+    toy_models.change(
+      folder, lambda t: {k: v.astype(ml_dtypes.bfloat16) for k, v in t.items()}
+    )
+  pair, run = tmp_path / 'pair', tmp_path / 'run'
+  flags = f'--encoder={sources[0]}', f'--decoder={sources[1]}'
+  assert tiny.convert('adapt', *flags, f'--output={pair}') == 0
+  tokens = _write(tmp_path / 'tokens', DRAWN, 'zorp')
+  flags = f'--checkpoint={pair}', f'--output={run}'
+  assert tiny.convert('resize', *flags, tokens) == 0
+  old, new = (model_on_disk.open_model(x) for x in (pair, run))
+  opened = new.require_vocabularies()
+  assert opened.differ
+  for side, vocab in opened.sides.items():
+    before, after = (x.arrays()[f'{side}/embedder/table'] for x in (old, new))
+    (i,) = set(vocab.encode(f'x {DRAWN} x').tolist()) - set(
+      old.open_vocabularies().sides[side].encode('x x').tolist()
+    ) - {*range(vocab.size - 2)}  # fmt: skip
+    assert i == vocab.size - 2 == old.model.stacks[side].vocab_size
+    np.testing.assert_array_equal(np.asarray(after)[:i], np.asarray(before)[:i])
+    assert np.asarray(after)[i : i + 2].all()
+    # A part that begins after the old rows.
+    part = after.read_part((slice(i + 1, i + 2), slice(0, 4)))
+    np.testing.assert_array_equal(part[0], np.asarray(after)[i + 1, :4])
 
 
 @pytest.mark.parametrize(
@@ -126,7 +165,9 @@ def test_rows_for_tokens_that_transformers_added(tmp_path):
     (['kinase', 'kinase'], "line 2 of .*'kinase', is a token of an earlier"),
     (['kinase', ''], 'line 2 of .* must be a token without spaces'),
     (['kinase\tzzzz'], "copies 'zzzz', which is no piece"),
-    (['\u00fcber'], "with the token '\u00fcber' .* spell it in ASCII"),
+    ([], 'line 1 of .* must be a token'),
+    (['\u00fcber'], "with the token '\u00fcber' .* take ASCII"),
+    (['<sentinel_0>', 'kinase'], 'sentinels must be its last tokens'),
   ],
 )
 def test_lines_are_refused(tmp_path, lines, words):

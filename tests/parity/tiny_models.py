@@ -232,6 +232,31 @@ def gemma3_settings():
   )
 
 
+def gemma4_settings():
+  """Returns the config of a Gemma 4 that reads images and sound."""
+  return transformers.Gemma4Config(
+    text_config={**SHAPE, **GEMMA4},
+    vision_config=dict(
+      hidden_size=16,
+      intermediate_size=24,
+      num_hidden_layers=1,
+      num_attention_heads=2,
+      num_key_value_heads=2,
+      head_dim=8,
+      position_embedding_size=16,
+    ),
+    audio_config=dict(
+      hidden_size=16,
+      num_hidden_layers=1,
+      num_attention_heads=2,
+      output_proj_dims=16,
+    ),
+    image_token_id=VOCAB - 1,
+    audio_token_id=VOCAB - 2,
+    video_token_id=VOCAB - 3,
+  )
+
+
 CASES: Mapping[str, Case] = {
   'gemma': _decoder('Gemma', 'one key/value head', num_key_value_heads=1),
   'gemma2': _decoder('Gemma2', 'windows, both soft-caps', **GEMMA2),
@@ -242,6 +267,11 @@ CASES: Mapping[str, Case] = {
     'Gemma4ForCausalLM',
     lambda: transformers.Gemma4TextConfig(**{**SHAPE, **GEMMA4}),
     'values from keys, wider global heads that rotate in part, layer scalars',
+  ),
+  'gemma4_images': Case(
+    'Gemma4ForConditionalGeneration',
+    gemma4_settings,
+    'text of a folder with vision and audio parts',
   ),
   'gemma3_images': Case(
     'Gemma3ForConditionalGeneration',

@@ -249,6 +249,7 @@ class Layer(nn.Module):
     self.mlp = MLP(stack)
     if stack['layer_scalar']:
       self.layer_scalar = _Weights(stack, scale=(1,))
+      self.layer_scalar.scale.requires_grad_(False)
 
   def _add(self, x, part, update):
     if self.stack['post_norms']:
