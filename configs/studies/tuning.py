@@ -17,7 +17,7 @@ as many rows as the adapted one, with 224 inputs and 32 targets, so that its
 encoder has read inputs as long as a table: a quarter of the targets, and fewer
 positions of the decoder than answers have. The pairs
 without dropout and on the mixture share the rate of the adapted one. No claim
-is on the mixture. `cpu` takes an hour on two quiet cores.
+is on the mixture. `cpu` took 2.2 hours.
 """
 
 import dataclasses
