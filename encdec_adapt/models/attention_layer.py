@@ -170,7 +170,9 @@ class _Attention(nn.Module):
       scale=cfg.query_scale**-0.5,
       softcap=cfg.attention_softcap,
       bias=bias,
-      backend=compute.cached_attention if cached else compute.attention,
+      backend=compute.cached_attention
+      if cached
+      else attention.for_heads(compute.attention, cfg.head_dim),
       chunk=compute.attention_chunk,
     )
     out = jnp.broadcast_to(out, q.shape)  # [B, T, N, H]

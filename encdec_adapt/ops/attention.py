@@ -106,6 +106,20 @@ def on_platform(platform: str) -> list[str]:
   )
 
 
+def for_heads(name: str, head_dim: int) -> str:
+  """Returns the backend of layers with heads of a dimension.
+
+  It is 'chunked' for heads beyond the limit of a kernel, so that a model with
+  heads of two dimensions (Gemma 4) has the kernel in its other layers.
+
+  Args:
+    name: a key of `BACKENDS`.
+    head_dim: dimension of a head.
+  """
+  limits = BACKENDS[name].head_dims
+  return 'chunked' if limits and head_dim > max(limits.values()) else name
+
+
 def unsupported(
   name: str,
   spec: masks.MaskSpec,

@@ -193,6 +193,9 @@ def check_stacks(
 ) -> None:
   """Checks that the attention backend supports the masks and heads of a model.
 
+  Of layers with heads of two dimensions one kind must fit; a note says which
+  layers have 'chunked' attention.
+
   Args:
     compute: section `compute` of the configuration, without 'auto'.
     model: the model's shape.
@@ -201,18 +204,26 @@ def check_stacks(
   Raises:
     UserError: names what the backend does not support.
   """
-  for stack in model.stacks.values():
+  name = compute.attention
+  for side, stack in model.stacks.items():
     spec = stack.mask('global').replace(
       memory=int(stack.cross_merged), aligned=not stack.cross_merged
     )
+    widths = {layer.head_dim for layer in stack.kinds}
+    taken = {x for x in widths if attention.for_heads(name, x) == name}
     attention.check(
-      compute.attention,
+      name,
       spec,
       compute.dtype,
-      max(x.head_dim for x in stack.kinds),
+      max(taken or widths),
       device,
       bias=stack.relative is not None,
     )
+    if taken < widths and distributed.is_lead():
+      print(
+        f'note: layers of the {side} with heads of {max(widths)} have'
+        f" 'chunked' attention, and {name!r} the others."
+      )
 
 
 def place_model(

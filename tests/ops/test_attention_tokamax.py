@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from encdec_adapt.base import errors
-from encdec_adapt.models import execution
+from encdec_adapt.models import execution, model_config, presets
 from encdec_adapt.ops import (
   attention,
   attention_gradients,
@@ -20,6 +20,7 @@ from encdec_adapt.ops import (
   masks,
 )
 from encdec_adapt.ops import attention_tokamax as tokamax
+from encdec_adapt.training import setup
 from tests import tiny
 from tests.ops import attention_cases, tokamax_reference
 from tests.ops.attention_cases import assert_like_reference, qkv, spec_of
@@ -117,6 +118,28 @@ def test_other_gpus_and_environments_are_refused(
     attention.check(*call)
   raised.match(missing)
   raised.match('that can: chunked, reference')
+
+
+def test_wider_heads_have_chunked_attention_in_a_model_with_others(
+  monkeypatch, capsys
+):
+  monkeypatch.setattr('importlib.util.find_spec', lambda _: object())
+  device = mock.Mock(
+    spec=jax.Device,
+    platform='gpu',
+    compute_capability='9.0',
+    device_kind='a GPU of its kind',
+  )
+  compute = execution.ComputeConfig('bfloat16', 'none', attention='tokamax')
+  model = presets.decoder_only('gemma4_31b')
+  setup.check_stacks(compute, model, device)
+  assert 'heads of 512 have' in capsys.readouterr().out
+  assert attention.for_heads('tokamax', 512) == 'chunked'
+  assert attention.for_heads('tokamax', 256) == 'tokamax'
+  assert attention.for_heads('splash', 512) == 'splash'
+  only = presets.stack('gemma4_31b', pattern=('global',))
+  with pytest.raises(errors.UserError, match='a head dimension of 512'):
+    setup.check_stacks(compute, model_config.DecoderOnlyConfig(only), device)
 
 
 _TRACED = """
