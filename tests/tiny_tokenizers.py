@@ -46,6 +46,7 @@ TOKENIZER_CONFIG = {
     'pad_token': '<|endoftext|>',
   },
   'gemma': {name[1:-1] + '_token': name for name in GEMMA[:4]},
+  'gemma4': {name[1:-1] + '_token': name for name in GEMMA[:4]},
   'llama2': {'bos_token': '<s>', 'eos_token': '</s>', 'unk_token': '<unk>'},
 }
 
@@ -54,7 +55,7 @@ def make(family: str, texts: list[str], size: int) -> tokenizers.Tokenizer:
   """Trains a tokenizer.
 
   Args:
-    family: llama3, qwen, gemma or llama2.
+    family: llama3, qwen, gemma, gemma4 or llama2.
     texts: to train on.
     size: tokens before those that are added at the end.
   """
@@ -108,7 +109,11 @@ def _byte_fallback(family, texts, size):
     decoders.ByteFallback(),
     decoders.Fuse(),
   ]
-  specials = GEMMA + GEMMA_SYMBOLS
+  turns = {'<start_of_turn>': '<|turn>', '<end_of_turn>': '<turn|>'}
+  symbols = GEMMA_SYMBOLS
+  if family == 'gemma4':
+    symbols = [turns.get(x, x) for x in symbols]
+  specials = GEMMA + symbols
   tokenizer.normalizer = replace
   tokenizer.decoder = decoders.Sequence(undo)
   if family == 'llama2':
@@ -124,7 +129,7 @@ def _byte_fallback(family, texts, size):
       vocab_size=size, special_tokens=specials + _BYTES, show_progress=False
     ),
   )
-  return _with_ordinary(tokenizer, _BYTES + GEMMA_SYMBOLS)
+  return _with_ordinary(tokenizer, _BYTES + symbols)
 
 
 def _with_ordinary(tokenizer, names):

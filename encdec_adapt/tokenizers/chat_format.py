@@ -5,13 +5,14 @@ r"""Chat templates of Gemma, Llama 3 and Qwen: conversations as token ids.
 | gemma  | <start_of_turn>ROLE\nTEXT<end_of_turn>\n; the assistant's role   |
 |        | is "model", and the system's text precedes the first user's      |
 |        | text after an empty line, as in Gemma 3, which does not strip it |
+| gemma4 | <|turn>ROLE\nTEXT<turn|>\n; the assistant's role is "model"     |
 | llama3 | <|start_header_id|>ROLE<|end_header_id|>\n\nTEXT<|eot_id|>       |
 | chatml | <|im_start|>ROLE\nTEXT<|im_end|>\n (Qwen)                        |
 
-Text is stripped for Gemma (except system text) and Llama, as in their
-templates. Special tokens are inserted by id; spelled out in a text they stay
-text. Nothing is added to the conversation (Llama 3.1's template adds a date,
-Qwen 2.5's a system message). BOS is framing and is not included.
+Text is stripped for Gemma (but the system text of Gemma 3) and Llama, as in
+their templates. Special tokens are inserted by id; spelled out in a text they
+stay text. Nothing is added to the conversation (Llama 3.1's template adds a
+date, Qwen 2.5's a system message). BOS is framing and is not included.
 
 This module imports neither TensorFlow nor SeqIO nor jax.
 """
@@ -82,6 +83,9 @@ _TEMPLATES = (
     assistant='model',
     strips=True,
     system_apart=False,
+  ),
+  Template(
+    'gemma4', ('<|turn>', ''), '<turn|>', assistant='model', strips=True
   ),
   Template(
     'llama3',

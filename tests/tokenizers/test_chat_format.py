@@ -19,6 +19,11 @@ RENDERED = {
     '<start_of_turn>model\nNo, never.<end_of_turn>\n'
     '<start_of_turn>user\nWhy?<end_of_turn>\n<start_of_turn>model\n'
   ),
+  'gemma4': (
+    '<|turn>system\nBe brief.<turn|>\n<|turn>user\nSay {}<turn|>\n'
+    '<|turn>model\nNo, never.<turn|>\n'
+    '<|turn>user\nWhy?<turn|>\n<|turn>model\n'
+  ),
   'llama3': (
     '<|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>'
     '<|start_header_id|>user<|end_header_id|>\n\nSay {}<|eot_id|>'
@@ -33,7 +38,12 @@ RENDERED = {
     '<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n'
   ),
 }
-END = {'gemma': '<end_of_turn>', 'llama3': '<|eot_id|>', 'qwen': '<|im_end|>'}
+END = {
+  'gemma': '<end_of_turn>',
+  'gemma4': '<turn|>',
+  'llama3': '<|eot_id|>',
+  'qwen': '<|im_end|>',
+}
 
 
 @pytest.fixture(scope='module', params=RENDERED)

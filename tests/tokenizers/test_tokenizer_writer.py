@@ -104,10 +104,11 @@ def test_other_ids_are_refused(tmp_path):
   'symbols',
   [
     ['<start_of_turn>', '<end_of_turn>'],
+    ['<|turn>', '<turn|>'],
     ['<|start_header_id|>', '<|end_header_id|>', '<|eot_id|>'],
     ['<|im_start|>', '<|im_end|>'],
   ],
-  ids=['gemma', 'llama3', 'chatml'],
+  ids=['gemma', 'gemma4', 'llama3', 'chatml'],
 )
 def test_the_chat_template_renders_as_chat_format(symbols, tmp_path):
   transformers = pytest.importorskip('transformers')
@@ -156,7 +157,8 @@ def test_a_carried_tokenizer_is_kept(family, tiny_folder, tmp_path):
   tokenizer_writer.check(out, added, tiny_tokenizers.TEXTS[:9])
   assert_same(vocabulary_pair.open_vocabulary(out), added)
   names = {added.piece(i): i for i in added.added}
-  assert len(names) == ADDED + (0 if family in ('gemma', 'llama3') else 3)
+  has_modes = family in ('gemma', 'gemma4', 'llama3')
+  assert len(names) == ADDED + (0 if has_modes else 3)
   theirs = tokenizers.Tokenizer.from_file(str(out / 'tokenizer.json'))
   assert {name: theirs.token_to_id(name) for name in names} == names
   found = json.loads((out / config.name).read_text())['added_tokens_decoder']
