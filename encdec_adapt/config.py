@@ -459,11 +459,11 @@ def _check_model(settings: Settings, vocabulary: str) -> None:
   path = data.encoder_vocabulary
   # Equal paths are a single vocabulary, allowed for any model.
   two_vocabularies = path not in ('', data.vocabulary, vocabulary)
-  if two_vocabularies and model.shared_table:
+  if two_vocabularies and model.shared_parts:
     raise errors.UserError(
-      f'config.data.encoder_vocabulary is {path!r} with'
-      ' config.model.shared_table, one table for both sides; change one of'
-      ' them.'
+      f'config.data.encoder_vocabulary is {path!r}, and both sides have one'
+      f' {model.shared_parts[0]}; use one vocabulary, or stacks with tables of'
+      ' their own (config.model.shared_table=False).'
     )
   if not architecture.encodes_prompt:
     if two_vocabularies:

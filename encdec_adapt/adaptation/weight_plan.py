@@ -44,7 +44,7 @@ class _Side:
     source_stack: the stack of the source that fills it.
     config: config of that stack.
     leaves: leaves of the source.
-    shared_table: whether the encoder reads the decoder's table.
+    shared_parts: what the encoder reads of the decoder's tables.
   """
 
   stack: str
@@ -53,7 +53,7 @@ class _Side:
   source_stack: str
   config: model_config.StackConfig
   leaves: Mapping[str, layer_leaves.Leaf]
-  shared_table: bool
+  shared_parts: tuple[str, ...]
 
   @functools.cached_property
   def layers(self) -> tuple[int, ...]:
@@ -154,7 +154,6 @@ def make_plan(
     'encoder': encoder_source,
     'decoder': decoder_source or encoder_source,
   }
-  shared_table = target.shared_table
   sides = {}
   for name, stack in target.stacks.items():
     source = sources[name]
@@ -166,7 +165,7 @@ def make_plan(
       source_stack,
       source.stacks[source_stack],
       layer_leaves.leaves_of(source),
-      shared_table,
+      target.shared_parts,
     )
     _check_positions(sides[name])
   copies = _copies_cross(target, cross_attention, post_norm_gain)
@@ -194,8 +193,10 @@ def make_plan(
     if len(side.layers) < side.config.layers:
       layers = ', '.join(map(str, side.layers))
       changes.append(f'the {side.stack} has layers {layers} of {side.source}')
-  if shared_table:
+  if target.shared_table:
     changes.append("the encoder reads the decoder's embedding table")
+  if 'layer_inputs/table' in target.shared_parts:
+    changes.append("the encoder reads the decoder's second table")
   return coverage_lib.Coverage(
     target=_shapes(targets),
     filled=filled,
@@ -410,7 +411,7 @@ def _unused(
       reasons[name] = 'the target has no cross-attention'
     elif encodes and name == side.head:
       reasons[name] = 'an encoder has no head'
-    elif encodes and side.shared_table and parts[0] == 'embedder':
+    elif encodes and '/'.join(parts).startswith(side.shared_parts):
       reasons[name] = "the encoder reads the decoder's table"
     elif name == side.head and not side.target.head.predicts_tokens:
       reasons[name] = f'a head of {side.target.head.kind} predicts no tokens'

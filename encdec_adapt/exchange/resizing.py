@@ -141,8 +141,11 @@ def _resized(
     text_ids = old.sides[side].text_ids
     text_ids = text_ids[text_ids < stack.vocab_size]
     entry = _NewRows(copied, tuple(sorted(drawn)), text_ids)
-    if side == 'decoder' or not model.shared_table:
-      rows[f'{side}/embedder/table'] = entry
+    tables = ['embedder/table']
+    tables += ['layer_inputs/table'] if stack.layer_input_width else []
+    for table in tables:
+      if side == 'decoder' or not table.startswith(model.shared_parts):
+        rows[f'{side}/{table}'] = entry
     if stack.head.predicts_tokens and stack.head.module:
       rows[f'{side}/{stack.head.module}/table'] = entry
   if not any(x.copied or x.drawn for x in rows.values()):

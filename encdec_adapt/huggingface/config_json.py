@@ -118,8 +118,9 @@ def raw_from_model(
       if is_pair:
         return _raw_from_pair(config, family), family.layout
       raw = _MAKERS[kind](config.decoder, family)
-      is_encoder = raw['model_type'] == ENCODER_TYPE
-      return raw, weights.ENCODER_T5GEMMA2 if is_encoder else family.layout
+      if raw['model_type'] == ENCODER_TYPE:
+        return raw, weights.ENCODER_T5GEMMA2
+      return raw, families.layout_of(family, config.decoder)
     except errors.UserError as error:
       reasons.append(f'{family.model_type}: {error}')
   raise errors.UserError(
@@ -411,7 +412,7 @@ def model_from_raw(
       len(raw.get('id2label') or ()) == 1
     ):
       model = model_config.reward_model(model)
-    return model, family.layout
+    return model, families.layout_of(family, stack)
   if kind in t5_json.TYPES:
     return t5_json.model_from_raw(raw, file)
   if kind not in PAIRS:

@@ -62,7 +62,6 @@ class Family:
       files must have a list.
     spell: returns the fields in the spelling used here, given the parsed object
       and the name of its file.
-    written: fields of every file that is written.
     has_classifier: whether transformers has a class for classification.
   """
 
@@ -79,7 +78,6 @@ class Family:
   fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   layer_types: Callable[[Raw], list[str]] = lambda raw: [_FULL]
   spell: Callable[[Raw, str], Raw] = lambda raw, file: raw
-  written: Raw = dataclasses.field(default_factory=dict)
   has_classifier: bool = True
 
   @property
@@ -135,13 +133,6 @@ _GLOBAL = {
   'global_head_dim': 'head_dim',
   'num_global_key_value_heads': 'num_key_value_heads',
 }
-# Fields of Gemma 4's parts that our block has not -> the part, and the default
-# of the class.
-_GEMMA4_PARTS = {
-  'hidden_size_per_layer_input': ('a second table of tokens (E2B, E4B)', 256),
-  'num_kv_shared_layers': ('layers that share keys and values (E2B, E4B)', 0),
-  'enable_moe_block': ('experts beside a feed-forward (26B-A4B)', False),
-}
 
 
 def _spell_gemma4(raw: Raw, file: str) -> Raw:
@@ -149,12 +140,17 @@ def _spell_gemma4(raw: Raw, file: str) -> Raw:
 
   transformers 5.24 writes them by layer. 0 stands for those of other layers.
   """
-  for name, (part, default) in _GEMMA4_PARTS.items():
-    if value := raw.get(name, default):
-      raise errors.UserError(
-        f'{file} has {name} = {value!r}: {part} are not supported; give a model'
-        ' of the dense block, as Gemma 4 31B.'
-      )
+  if raw.get('enable_moe_block'):
+    raise errors.UserError(
+      f'{file} sets enable_moe_block: experts beside a feed-forward (26B-A4B)'
+      ' are not supported; give a dense Gemma 4.'
+    )
+  rows = raw.get('vocab_size_per_layer_input', raw['vocab_size'])
+  if raw['hidden_size_per_layer_input'] and rows != raw['vocab_size']:
+    raise errors.UserError(
+      f'{file} has vocab_size_per_layer_input = {rows}, which is supported only'
+      f' if it is vocab_size, {raw["vocab_size"]}.'
+    )
   kinds = raw.get('layer_types')
   if kinds is None:  # As in its class: five to one, and the last global.
     layers = raw['num_hidden_layers']
@@ -185,6 +181,7 @@ def _spell_gemma4(raw: Raw, file: str) -> Raw:
         f' {" and ".join(_GLOBAL.values())} of all full_attention layers.'
       )
     sizes = {name: first.get(other) for name, other in _GLOBAL.items()}
+  wide = raw.get('use_double_wide_mlp') and raw['num_kv_shared_layers']
   spelled = {
     name: sizes[name] if sizes[name] != raw[other] else 0
     for name, other in _GLOBAL.items()
@@ -194,6 +191,8 @@ def _spell_gemma4(raw: Raw, file: str) -> Raw:
     **raw,
     'layer_types': kinds,
     'rope_parameters': rotary,
+    'hidden_size_per_layer_input': raw['hidden_size_per_layer_input'] or 0,
+    'use_double_wide_mlp': 2 * raw['intermediate_size'] if wide else 0,
     **{name: size or 0 for name, size in spelled.items()},
   }
 
@@ -256,6 +255,9 @@ FAMILIES: Mapping[str, Family] = {
         'global_head_dim': 'global_head_dim',
         'num_global_key_value_heads': 'global_kv_heads',
         'attention_k_eq_v': 'values_are_keys',
+        'hidden_size_per_layer_input': 'layer_input_width',
+        'num_kv_shared_layers': 'sharing_layers',
+        'use_double_wide_mlp': 'sharing_mlp_width',
       },
       fixed={
         'attention_softcap': None,
@@ -266,7 +268,6 @@ FAMILIES: Mapping[str, Family] = {
         'layer_scalar': True,
       },
       spell=_spell_gemma4,
-      written=dict.fromkeys(_GEMMA4_PARTS, 0) | {'enable_moe_block': False},
       has_classifier=False,
     ),
     Family('llama', 'LlamaForCausalLM', windows_by_layer=False, fixed=_PLAIN),
@@ -336,6 +337,19 @@ FAMILIES: Mapping[str, Family] = {
     ),
   )
 }
+
+
+def layout_of(
+  family: Family, stack: model_config.StackConfig
+) -> weights.Layout:
+  """Returns the tensor names of a stack; layers that share have unread ones."""
+  names = (
+    f'model.layers.{i}.self_attn.{name}.'
+    for i in range(stack.owning, stack.layers)
+    for name in ('k_proj', 'v_proj', 'k_norm')
+  )
+  ignored = *family.layout.ignored, *names
+  return dataclasses.replace(family.layout, ignored=ignored)
 
 
 def stack_from_raw(
@@ -415,7 +429,7 @@ def raw_from_stack(
   raw: dict[str, Any] = {
     theirs: getattr(stack, ours)
     for theirs, ours in {**_COMMON, **family.fields}.items()
-  } | family.written
+  }
   raw['tie_word_embeddings'] = stack.head.tied
   raw['model_type'] = family.model_type
   activations = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}
@@ -437,6 +451,9 @@ def raw_from_stack(
     raw['query_pre_attn_scalar'] = int(stack.query_scale)
   for name, other in _GLOBAL.items() if 'global_head_dim' in raw else ():
     raw[name] = raw[name] or raw[other]
+  if 'use_double_wide_mlp' in raw:
+    raw['vocab_size_per_layer_input'] = raw['vocab_size']
+    raw['use_double_wide_mlp'] = raw['use_double_wide_mlp'] > 0
   if 'mlp_only_layers' in family.defaults:
     raw['decoder_sparse_step'] = 1
     raw['mlp_only_layers'] = list(range(stack.dense_layers))

@@ -255,8 +255,6 @@ def _why_unused(name: str, layout: weights.Layout, file: paths.Path) -> str:
   if name.endswith(_BUFFERS):
     return 'a buffer that is computed from the config'
   if name.startswith(layout.ignored):
-    if layout is weights.DECODER_ONLY_GEMMA4:
-      return 'reads images or sound; only text is part of the model'
     return 'not read by the class of the model'
   if vision.is_vision(name):
     if layout is weights.PAIR_T5GEMMA2:

@@ -35,7 +35,8 @@ _EXPERT = '{}'
 # Kernels with one input dimension, the first. Output kernels have two (heads,
 # head_dim), other leaves none.
 _KERNELS = frozenset(
-  'query key value gate up down router shared_gate relative_bias'.split()
+  'query key value gate up down router shared_gate relative_bias'
+  ' projection'.split()
 )
 
 
@@ -83,7 +84,18 @@ GEMMA = _layer(
   },
   attention='self_attn',
 )
-GEMMA4 = GEMMA | {'layer_scalar/scale': 'layer_scalar'}
+GEMMA4 = GEMMA | {
+  'layer_scalar/scale': 'layer_scalar',
+  'layer_input/gate': 'per_layer_input_gate.weight',
+  'layer_input/down': 'per_layer_projection.weight',
+  'post_layer_input_norm/scale': 'post_per_layer_input_norm.weight',
+}
+# Names in a stack, of what makes the inputs of its layers.
+_LAYER_INPUTS = {
+  'table': 'embed_tokens_per_layer.weight',
+  'projection': 'per_layer_model_projection.weight',
+  'scale': 'per_layer_projection_norm.weight',
+}
 T5GEMMA = _layer(
   {
     'pre_attention_norm': 'pre_self_attn_layernorm',
@@ -411,7 +423,8 @@ def _weights(
   if inner == ['table']:
     # Our tables may be padded for sharding; the padding is not exported.
     sizes = config.stacks[stack]
-    known = {'embedder': sizes.vocab_size, 'head': sizes.outputs}
+    known = dict.fromkeys(('embedder', 'layer_inputs'), sizes.vocab_size)
+    known['head'] = sizes.outputs
     rows = known.get(part)
   if layout.native:
     yield Weight(leaf.replace('/', '.'), leaf, shape, rows, native=True)
@@ -428,6 +441,8 @@ def _weights(
     name = f'{layout.stacks[stack]}{layout.norm}'
   elif part == 'relative_bias':
     name = layout.bias and f'{layout.stacks[stack]}{layout.bias}'
+  elif part == 'layer_inputs':
+    name = f'{layout.stacks[stack]}{_LAYER_INPUTS[inner[0]]}'
   elif part == 'head':
     scores = heads.classifies(config.stacks[stack].head)
     name = _SCORE if scores else layout.head

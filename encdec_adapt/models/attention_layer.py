@@ -96,11 +96,13 @@ class _Attention(nn.Module):
     config: the stack's shape, with the heads of this layer (`of_kind`).
     compute: execution choices.
     source_width: width of the source states of keys and values.
+    shares: whether keys and values are those of another layer.
   """
 
   config: model_config.StackConfig
   compute: execution.ComputeConfig
   source_width: int
+  shares: bool = False
 
   def setup(self):
     # A dict like the layer's parameters: `project_keys_values` accepts both, to
@@ -118,8 +120,10 @@ class _Attention(nn.Module):
       'value': (1, of_source),
       'output': (2, (cfg.heads, cfg.head_dim, cfg.width)),
     }
-    if cfg.values_are_keys:
+    if cfg.values_are_keys or self.shares:
       del kernels['value']
+    if self.shares:
+      del kernels['key']
     biased = {'none': (), 'qkv': ('query', 'key', 'value'), 'qkvo': kernels}
     weights = {}
     for name, (contracted, shape) in kernels.items():
@@ -136,7 +140,7 @@ class _Attention(nn.Module):
           f'{name}_bias', init, shape[contracted:]
         )
     if cfg.qk_norm:
-      for name in ('query_norm', 'key_norm'):
+      for name in ('query_norm', 'key_norm')[: 2 - self.shares]:
         init = layers.gain_init(cfg, 'head_dim')
         weights[name] = self.param(name, init, (cfg.head_dim,))
     return weights
@@ -199,7 +203,8 @@ class SelfAttention(_Attention):
     slot: Int[Array, 'B'] | None,
     memory: Float[Array, 'B S D'] | None = None,
     bias: relative_bias.RelativeBias | None = None,
-  ) -> tuple[Float[Array, 'B L D'], caches.KeyValues]:
+    shared: caches.KeyValues | None = None,
+  ) -> tuple[Float[Array, 'B L D'], caches.KeyValues | None, caches.KeyValues]:
     """Attends over `x`, or over a cache after writing `x` to it.
 
     Args:
@@ -212,11 +217,17 @@ class SelfAttention(_Attention):
       memory: the encoder's output in merged attention without a cache; its
         unrotated keys follow the others in `mask`.
       bias: relative position bias of the stack, or None.
+      shared: keys and values of another layer, in place of those of `x`.
 
     Returns:
-      The output, and keys and values: the updated cache, or [B, L, K, H] of `x`
-      without a cache.
+      The output; keys and values: the updated cache, or [B, L, K, H] of `x`
+      without a cache; and all that were read, for `shared`.
     """
+    if shared is not None:
+      (q,) = _project(self.weights, x, 'query')
+      q = _norm(self.config, self.weights, 'query_norm', q)
+      q, is_cached = rope.rotate(q, *rotation), slot is not None
+      return self.attend(q, shared, mask, cached=is_cached), None, shared
     groups = [['query'], _names(self.config, _KEYS_VALUES)]
     if _MERGED in self.weights:
       groups = [_MERGED.split('_')]
@@ -243,7 +254,8 @@ class SelfAttention(_Attention):
         lambda *x: jnp.concatenate(x, axis=1), entries, added
       )
     is_cached = cached is not None
-    return self.attend(q, source, mask, cached=is_cached, bias=bias), entries
+    out = self.attend(q, source, mask, cached=is_cached, bias=bias)
+    return out, entries, source
 
 
 class CrossAttention(_Attention):
@@ -255,13 +267,21 @@ class CrossAttention(_Attention):
     encoded: Float[Array, 'B S E'] | None,
     mask: masks.MaskSpec,
     cached: caches.KeyValues | None,
-  ) -> Float[Array, 'B T D']:
-    """Attends to `cached` if given, else to `encoded`."""
+    shared: caches.KeyValues | None = None,
+  ) -> tuple[Float[Array, 'B T D'], caches.KeyValues]:
+    """Attends to `shared` or `cached` if given, else to `encoded`.
+
+    Returns:
+      The output, and the keys and values that were read.
+    """
     # Neither queries nor keys are rotated, as in T5Gemma.
-    if cached is not None:
+    if shared is not None:
+      source = shared
+    elif cached is not None:
       source = caches.transposed(cached)
     else:
       source = project_keys_values(self.config, self.weights, encoded)
     (q,) = _project(self.weights, x, 'query')
     q = _norm(self.config, self.weights, 'query_norm', q)
-    return self.attend(q, source, mask, cached=cached is not None)
+    is_cached = encoded is None
+    return self.attend(q, source, mask, cached=is_cached), source

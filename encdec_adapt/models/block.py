@@ -46,6 +46,8 @@ class Context:
     cross_mask: MaskSpec of cross-attention, or None.
     real: False for padding, bool [B, L]; None in stacks without experts.
     dropout: dropout rate in [0, 1); requires the random stream 'dropout'.
+    shared: by kind of layer, keys and values that sharing layers read: those
+      of self-attention, and of cross-attention or None.
     collect: whether layers return keys and values without a cache.
   """
 
@@ -58,6 +60,7 @@ class Context:
   encoded: Any = None
   cross_mask: Any = None
   real: Any = None
+  shared: Any = None
   dropout: float = flax.struct.field(pytree_node=False, default=0.0)
   collect: bool = flax.struct.field(pytree_node=False, default=False)
 
@@ -75,12 +78,16 @@ class Block(nn.Module):
     compute: execution choices.
     kind: kind of the layer.
     sparse: whether its feed-forward has experts.
+    mlp_width: width of its feed-forward without experts.
+    shares: whether it reads the keys and values in `Context.shared`.
   """
 
   config: model_config.StackConfig
   compute: execution.ComputeConfig
   kind: model_config.LayerKind
   sparse: bool = False
+  mlp_width: int = 0
+  shares: bool = False
 
   @nn.compact
   def __call__(
@@ -89,7 +96,8 @@ class Block(nn.Module):
     context: Context,
     cached: caches.KeyValues | None,
     cross_cached: caches.KeyValues | None,
-  ) -> tuple[Float[Array, 'B L D'], caches.KeyValues | None]:
+    inputs: Float[Array, 'B #L J'] | None = None,
+  ) -> tuple[Float[Array, 'B L D'], caches.KeyValues | None, Any]:
     cfg, compute = self.config.of_kind(self.kind), self.compute
 
     def norm(name: str, x):
@@ -104,29 +112,40 @@ class Block(nn.Module):
 
     reads_encoder = cfg.reads_encoder(self.kind)
     memory = context.encoded if reads_encoder and cfg.cross_merged else None
-    attend = attention_layer.SelfAttention(
-      cfg, compute, cfg.width, name='attention'
+    shared, cross_shared = (
+      context.shared[self.kind]
+      if self.shares
+      else (
+        None,
+        None,
+      )
     )
-    y, entries = attend(
+    attend = attention_layer.SelfAttention(
+      cfg, compute, cfg.width, self.shares, name='attention'
+    )
+    y, entries, read = attend(
       norm('pre_attention_norm', x),
       context.rotations[self.kind],
       context.masks[self.kind],
       cached,
-      None if cached is None else context.slots[self.kind],
+      None if context.slots is None else context.slots[self.kind],
       memory,
       context.bias,
+      shared,
     )
+    cross_read = None
     x = add(x, y, 'post_attention_norm')
 
     if reads_encoder and not cfg.cross_merged:
       cross = attention_layer.CrossAttention(
-        cfg, compute, cfg.cross_width, name='cross_attention'
+        cfg, compute, cfg.cross_width, self.shares, name='cross_attention'
       )
-      y = cross(
+      y, cross_read = cross(
         norm('pre_cross_norm', x),
         context.encoded,
         context.cross_mask,
         cross_cached,
+        cross_shared,
       )
       x = add(x, y, 'post_cross_norm')
 
@@ -135,10 +154,17 @@ class Block(nn.Module):
       feed_forward = expert_layer.Experts(cfg, compute.dtype, name='experts')
       y = feed_forward(y, context.real)
     else:
-      y = layers.MLP(cfg, compute.dtype, cfg.mlp_width, name='mlp')(y)
+      width = self.mlp_width or cfg.mlp_width
+      y = layers.MLP(cfg, compute.dtype, width, name='mlp')(y)
     # In training, drops the entries: scan would stack them, [R, B, L, K, H].
     keep = context.collect or cached is not None
     x = add(x, y, 'post_mlp_norm')
+    if inputs is not None:
+      y = layers.LayerInput(cfg, name='layer_input')(x, inputs)
+      x = add(x, y, 'post_layer_input_norm')
     if cfg.layer_scalar:
       x = layers.LayerScalar(name='layer_scalar')(x)
-    return x, entries if keep else None
+    entries = entries if keep else None
+    # For layers that share them.
+    is_read = cfg.sharing_layers > 0 and not self.shares
+    return x, entries, (read, cross_read) if is_read else None

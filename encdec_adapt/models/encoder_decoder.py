@@ -48,10 +48,15 @@ class EncoderDecoder(base_model.BaseModel):
       positions: position of each token within its segment.
       **options: `routing` and `dropout` of `run_stack`.
     """
-    # A shared table is stored and trained in the decoder only.
-    if self.config.shared_table:
-      embedder = params['decoder']['embedder']
-      params = {'encoder': {**params['encoder'], 'embedder': embedder}}
+    # Shared tables are stored and trained in the decoder only.
+    encoder, decoder = params['encoder'], params['decoder']
+    for part in self.config.shared_parts:
+      module, leaf = part.split('/')
+      of_decoder = decoder[module]
+      if leaf:
+        of_decoder = {**encoder[module], leaf: of_decoder[leaf]}
+      encoder = {**encoder, module: of_decoder}
+    params = {'encoder': encoder}
     return self.run_stack(
       params, 'encoder', tokens, segments, positions, **options
     )[0]
@@ -69,7 +74,7 @@ class EncoderDecoder(base_model.BaseModel):
 
     def project(prefix: str, repeats: int | None) -> caches.KeyValues | None:
       kind = layers_index.block_kind(stack, prefix)
-      if not stack.reads_encoder(kind):
+      if not stack.reads_encoder(kind) or layers_index.shares(prefix):
         return None
       # Merged attention projects both stacks' states with the same kernels.
       name = 'attention' if stack.cross_merged else 'cross_attention'

@@ -10,6 +10,7 @@ positions:
 - cross-attention: 2 D H * 2N per target token (query, output; 0 in merged
   attention, where self-attention includes them), 2 E H * 2K per source token
   (key, value);
+- inputs of layers from a second table: 2 * 3 D J per token and layer;
 - scores and weighted sum: 2 * 2 N H per visible pair of positions: L * L pairs
   in a bidirectional layer, L (L + 1) / 2 in a causal layer, the pairs inside
   the window in a local layer, T * S in cross-attention; a prefix decoder adds
@@ -181,7 +182,9 @@ def stack_forward(
   ):
     states = 2 * layer.heads * layer.head_dim
     keys = layer.kv_heads * layer.head_dim * (2 - layer.values_are_keys)
+    keys *= i < stack.owning
     weights = states + keys + _feed_forward(stack, i)
+    weights += 3 * stack.layer_input_width  # And their projection.
     # Merged attention shares queries and output projection with self-attention,
     # which counts them.
     weights += states * (reads and not stack.cross_merged)
@@ -236,7 +239,7 @@ def _pairs(
 def _feed_forward(stack: configs.StackConfig, layer: int) -> int:
   """Returns the feed-forward weights used per token, divided by D."""
   if not stack.experts or layer < stack.dense_layers:
-    return (3 if stack.mlp_gated else 2) * stack.mlp_width
+    return (3 if stack.mlp_gated else 2) * stack.mlp_width_of(layer)
   routed = stack.experts_per_token * stack.expert_width
   shared = stack.shared_expert_width
   return 3 * (routed + shared) + stack.experts + stack.shared_expert_gate
@@ -295,5 +298,6 @@ def head_widths(stack: configs.StackConfig) -> tuple[float, float]:
   """Returns N H and 2 K H of a layer, means over the layers."""
   layers = stack.kinds
   queries = sum(x.heads * x.head_dim for x in layers)
-  keys_values = sum(2 * x.kv_heads * x.head_dim for x in layers)
+  own = layers[: stack.owning]
+  keys_values = sum(2 * x.kv_heads * x.head_dim for x in own)
   return queries / stack.layers, keys_values / stack.layers

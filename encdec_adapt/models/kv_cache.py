@@ -46,7 +46,8 @@ class Cache:
   """Keys and values of a decoder.
 
   Attributes:
-    layers: KeyValues of self-attention by layer.
+    layers: KeyValues of self-attention by layer, None for layers that share
+      those of others.
     cross: KeyValues of cross-attention by layer, None for layers without it;
       None without an encoder, and in merged attention.
     encoder_segments: 1 at the encoder's tokens, 0 at padding, int32 [B,
@@ -119,7 +120,9 @@ def empty(
     shape = (batch, stack.kv_heads, count, stack.head_dim)
     return KeyValues(key=jnp.zeros(shape, dtype), value=jnp.zeros(shape, dtype))
 
-  def make_self(prefix: str, _: int | None) -> KeyValues:
+  def make_self(prefix: str, _: int | None) -> KeyValues | None:
+    if layers_index.shares(prefix):
+      return None
     kind = layers_index.block_kind(config, prefix)
     # After the ring, beyond the slot of any position.
     memory = source if config.cross_merged and config.reads_encoder(kind) else 0
@@ -127,7 +130,8 @@ def empty(
 
   def make_cross(prefix: str, _: int | None) -> KeyValues | None:
     kind = layers_index.block_kind(config, prefix)
-    return zeros(kind, source) if config.reads_encoder(kind) else None
+    has_keys = config.reads_encoder(kind) and not layers_index.shares(prefix)
+    return zeros(kind, source) if has_keys else None
 
   cross = segments = None
   if config.cross_width is not None:
@@ -221,8 +225,10 @@ def insert(
 
   # Later slots keep entries of the row's previous prompt. Masks hide them: the
   # new index makes their positions negative, and the new segments are 0 there.
-  def put_layer(prefix: str, _: int | None) -> KeyValues:
+  def put_layer(prefix: str, _: int | None) -> KeyValues | None:
     entries = layers_index.get_block(cache.layers, prefix)
+    if entries is None:
+      return None
     kind = layers_index.block_kind(config, prefix)
     count = slots(config, kind, cache.length)
     if prompt is not None:
@@ -278,7 +284,7 @@ def resize(
   # The number of slots changes only if the shorter row fits into its ring. Rows
   # in use fit the shorter row, so none has wrapped around: position p is in
   # slot p before and after, and shrinking removes only unused slots.
-  def fit_layer(prefix: str, _: int | None) -> KeyValues:
+  def fit_layer(prefix: str, _: int | None) -> KeyValues | None:
     kind = layers_index.block_kind(config, prefix)
     old, new = (slots(config, kind, n) for n in (cache.length, length))
 

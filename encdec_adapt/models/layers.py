@@ -149,6 +149,65 @@ class Embedder(nn.Module):
     return partition.shard(x, 'batch', 'length', 'act_embed')
 
 
+class LayerInputs(nn.Module):
+  """Maps token ids and embeddings to inputs of every layer.
+
+  Source: transformers 5.24, `modeling_gemma4.py`, `project_per_layer_inputs`.
+  """
+
+  config: model_config.StackConfig
+  dtype: str
+
+  @nn.compact
+  def __call__(
+    self, tokens: Int[Array, 'B L'], x: Float[Array, 'B L D']
+  ) -> Float[Array, 'B L N J']:
+    """Returns the inputs of N layers, given embeddings x."""
+    cfg = self.config
+    shape = cfg.layers, cfg.layer_input_width
+    columns = math.prod(shape)
+    table = make_table(self, cfg, cfg.vocab_size, shape[1] ** -0.5, columns)
+    axes = 'embed', 'layer_inputs'
+    init = kernel_init(axes, 0, 1)
+    kernel = declare(self, 'projection', init, (cfg.width, columns))
+    gain = self.param('scale', gain_init(cfg, 'layer_inputs'), shape[1:])
+    rows = embedding.lookup(table, tokens, self.dtype)
+    rows = rows * jnp.sqrt(jnp.float32(shape[1])).astype(self.dtype)
+    states = project(x, kernel, axes=axes)
+    states = _times(states, cfg.width**-0.5).reshape(*tokens.shape, *shape)
+    states = norm(cfg, states, gain)
+    return _times(states + rows.reshape(states.shape), 2**-0.5)
+
+
+def _times(x: jax.Array, factor: float) -> jax.Array:
+  # As torch: the factor is not rounded to the dtype.
+  return (x.astype(jnp.float32) * factor).astype(x.dtype)
+
+
+class LayerInput(nn.Module):
+  """What a layer reads of its input: down(activation(gate(x)) * input)."""
+
+  config: model_config.StackConfig
+
+  @nn.compact
+  def __call__(
+    self, x: Float[Array, 'B L D'], inputs: Float[Array, 'B #L J']
+  ) -> Float[Array, 'B L D']:
+    cfg = self.config
+    inward = 'embed', 'layer_inputs'
+    shape = cfg.width, cfg.layer_input_width
+    gate, down = (
+      (declare(self, name, kernel_init(axes, 0, 1), sizes), axes)
+      for name, axes, sizes in (
+        ('gate', inward, shape),
+        ('down', inward[::-1], shape[::-1]),
+      )
+    )
+    gate = project(x, gate[0], axes=gate[1])
+    hidden = activations.ACTIVATIONS[cfg.activation](gate) * inputs
+    return project(hidden.astype(x.dtype), down[0], axes=down[1])
+
+
 class Head(nn.Module):
   """Declares the table of an untied head, for `logits`."""
 
@@ -184,7 +243,11 @@ HEADS = {'head': Head, 'embedding': EmbeddingHead}
 
 
 def make_table(
-  module: nn.Module, config: model_config.StackConfig, rows: int, std: float
+  module: nn.Module,
+  config: model_config.StackConfig,
+  rows: int,
+  std: float,
+  width: int = 0,
 ) -> jax.Array:
   """Declares a table [V, D] as the parameter 'table' of a module.
 
@@ -193,6 +256,7 @@ def make_table(
     config: the stack.
     rows: rows without padding.
     std: standard deviation of the initial values.
+    width: columns D; 0 for the width of the stack.
   """
   # The single row of a reward model is neither padded nor sharded.
   is_divided = rows > 1
@@ -201,7 +265,7 @@ def make_table(
     ('vocab' if is_divided else 'reward', 'table_embed'),
   )
   multiple = config.vocab_multiple if is_divided else 1
-  shape = (-(-rows // multiple) * multiple, config.width)
+  shape = (-(-rows // multiple) * multiple, width or config.width)
   return kernel_forms.dense(declare(module, 'table', init, shape))
 
 

@@ -3,10 +3,9 @@
 The only module that depends on how layers are stored. Imports the stack config,
 but no modules of layers.
 
-A stack of `layers` layers repeats its pattern `repeats` times, with leaves
-stacked along a leading axis under 'blocks', then has a tail of layers with
-separate leaves under 'tail'. Dense layers before layers with experts have
-separate leaves too, under 'lead'.
+A stack repeats its pattern, with leaves stacked along a leading axis under
+'blocks', then has a tail of layers with separate leaves under 'tail'. Other
+layers have groups of their own (`StackConfig.groups`).
 """
 
 from collections.abc import Callable, Mapping
@@ -20,7 +19,8 @@ from encdec_adapt.models import model_config
 
 Tree = Mapping[str, Any]
 
-_LEAD, _BLOCKS, _TAIL = 'lead', 'blocks', 'tail'
+_STACKED = ('blocks', 'sharing_blocks')
+_GROUPS = ('lead', 'tail', 'sharing_tail', *_STACKED)
 
 
 def layer_location(
@@ -33,35 +33,36 @@ def layer_location(
     i: layer number, from 0.
 
   Returns:
-    The prefix of its leaves' paths ('lead/layer_j', 'blocks/layer_j' or
-    'tail/layer_j'), and the index along their leading axis, None if they are
-    not stacked.
+    The prefix of its leaves' paths, such as 'tail/layer_j', and the index along
+    their leading axis, None if they are not stacked.
   """
-  if i < len(stack.lead):
-    return f'{_LEAD}/layer_{i}', None
-  # Counted from the end of `lead`, where the rotated `cycle` starts.
-  repeat, j = divmod(i - len(stack.lead), len(stack.pattern))
-  if repeat < stack.repeats:
-    return f'{_BLOCKS}/layer_{j}', repeat
-  return f'{_TAIL}/layer_{j}', None
+  group = next(group for group in stack.groups if i < group.stop)
+  repeat, j = divmod(i - group.start, len(group.kinds))
+  return f'{group.name}/layer_{j}', repeat if group.repeats else None
 
 
 def in_layer(path: str) -> bool:
   """Returns whether a parameter ('decoder/final_norm/scale') is in a layer."""
-  return path.split('/')[1] in (_LEAD, _BLOCKS, _TAIL)
+  return path.split('/')[1] in _GROUPS
 
 
 def is_stacked(path: str) -> bool:
   """Returns whether a parameter's leading axis counts layers."""
-  return path.split('/')[1] == _BLOCKS
+  return path.split('/')[1] in _STACKED
 
 
 def block_kind(
   stack: model_config.StackConfig, prefix: str
 ) -> model_config.LayerKind:
   """Returns the kind of the layers stored at a prefix."""
-  kinds = stack.lead if prefix.startswith(f'{_LEAD}/') else stack.cycle
-  return kinds[int(prefix.rpartition('_')[2])]
+  name, layer = prefix.split('/')
+  group = next(group for group in stack.groups if group.name == name)
+  return group.kinds[int(layer.rpartition('_')[2])]
+
+
+def shares(prefix: str) -> bool:
+  """Returns whether layers at a prefix read keys and values of others."""
+  return prefix.startswith('sharing_')
 
 
 def map_blocks(
@@ -104,9 +105,7 @@ def unroll_params(
 ) -> dict[str, Any]:
   """Converts a stack's parameters to parameters of `unroll(stack)`."""
   unrolled = {
-    name: tree
-    for name, tree in params.items()
-    if name not in (_LEAD, _BLOCKS, _TAIL)
+    name: tree for name, tree in params.items() if name not in _GROUPS
   }
   longer = unroll(stack)
   for i in range(stack.layers):

@@ -5,7 +5,7 @@ differ in every field. Modules of layers import this module.
 """
 
 import dataclasses
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from flax import traverse_util
 
@@ -29,6 +29,30 @@ _OF_EXPERTS = (
   'shared_expert_gate',
   'dense_layers',
 )
+
+
+class Group(NamedTuple):
+  """Consecutive layers, stored together.
+
+  Attributes:
+    name: name in the parameter tree.
+    start: number of the first layer.
+    kinds: kinds of the layers, or of a repeat of them.
+    repeats: repeats, stacked along a leading axis and scanned; 0 for separate
+      leaves.
+    shares: whether the layers read keys and values of earlier ones.
+  """
+
+  name: str
+  start: int
+  kinds: tuple[LayerKind, ...]
+  repeats: int = 0
+  shares: bool = False
+
+  @property
+  def stop(self) -> int:
+    """Number of the last layer, plus 1."""
+    return self.start + len(self.kinds) * (self.repeats or 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,6 +160,23 @@ class StackConfig:
     'Global layers have no kernel of values: values are the keys before their'
     ' norm and rotation (Gemma 4).',
   )
+  sharing_layers: int = keys.key(
+    0,
+    'Last layers without keys and values of their own: they read those of the'
+    ' last layer of their kind before them (Gemma 4 E2B and E4B).',
+    at_least=0,
+  )
+  sharing_mlp_width: int = keys.key(
+    0,
+    'Width F of the feed-forward of these layers; 0 for mlp_width.',
+    at_least=0,
+  )
+  layer_input_width: int = keys.key(
+    0,
+    'Width of what each layer reads from a second table of tokens (Gemma 4 E2B'
+    ' and E4B); 0 for no second table.',
+    at_least=0,
+  )
   layer_scalar: bool = keys.key(
     False,
     'Multiply the states after each layer by a frozen scalar, copied from the'
@@ -229,6 +270,17 @@ class StackConfig:
         f' {self.cross_width} and a decoder of width {self.width}; choose an'
         f' encoder of width {self.width}.'
       )
+    own = {self.layer_kind(i) for i in range(max(self.owning, 0))}
+    if not {self.layer_kind(i) for i in range(self.layers)} <= own:
+      raise errors.UserError(
+        f'sharing_layers is {self.sharing_layers} of {self.layers} layers; each'
+        ' kind of layer needs one with keys and values before them.'
+      )
+    if self.sharing_mlp_width and not self.sharing_layers:
+      raise errors.UserError(
+        f'sharing_mlp_width is {self.sharing_mlp_width} without sharing_layers;'
+        ' set it to 0.'
+      )
     self.head.sizes(self.width)  # Checks them.
     self._check_experts()
 
@@ -294,26 +346,39 @@ class StackConfig:
     return None if self.positions.kind == 'rotary' else self.positions
 
   @property
-  def lead(self) -> tuple[LayerKind, ...]:
-    """Kinds of the leading dense layers."""
-    return tuple(self.layer_kind(i) for i in range(self.dense_layers))
+  def owning(self) -> int:
+    """Number of layers with keys and values of their own, the first ones."""
+    return self.layers - self.sharing_layers
 
   @property
-  def cycle(self) -> tuple[LayerKind, ...]:
-    """The pattern of the layers after `lead`, rotated."""
-    # Kinds count from layer 0, including leading layers.
-    start = self.dense_layers % len(self.pattern)
-    return self.pattern[start:] + self.pattern[:start]
+  def groups(self) -> tuple[Group, ...]:
+    """The layers in order: leading dense layers, repeats of the pattern, rest.
 
-  @property
-  def repeats(self) -> int:
-    """Number of whole, scanned repeats of the pattern."""
-    return (self.layers - self.dense_layers) // len(self.pattern)
+    If layers share keys and values, the last pattern before them is in 'tail':
+    a scan would stack the keys and values of all repeats. The layers that
+    share are repeats and a rest of their own.
+    """
+    period, groups = len(self.pattern), []
 
-  @property
-  def tail(self) -> tuple[LayerKind, ...]:
-    """Kinds of the layers after the last whole pattern."""
-    return self.cycle[: (self.layers - self.dense_layers) % len(self.pattern)]
+    def kinds(start: int, stop: int) -> tuple[LayerKind, ...]:
+      return tuple(map(self.layer_kind, range(start, stop)))
+
+    if dense := self.dense_layers:
+      groups.append(Group('lead', 0, kinds(0, dense)))
+    for names, start, stop in (
+      (('blocks', 'tail'), dense, self.owning),
+      (('sharing_blocks', 'sharing_tail'), self.owning, self.layers),
+    ):
+      shares = start == self.owning
+      kept = self.sharing_layers > 0 and not shares
+      repeats = max((stop - start) // period - kept, 0)
+      middle = start + repeats * period
+      if repeats:
+        pattern = kinds(start, start + period)
+        groups.append(Group(names[0], start, pattern, repeats, shares))
+      if middle < stop:
+        groups.append(Group(names[1], middle, kinds(middle, stop), 0, shares))
+    return tuple(groups)
 
   @property
   def expert_width(self) -> int:
@@ -329,6 +394,11 @@ class StackConfig:
   def outputs(self) -> int:
     """Number of logits per state."""
     return self.head.outputs(self.vocab_size)
+
+  def mlp_width_of(self, layer: int) -> int:
+    """Returns the width F of the feed-forward of a layer without experts."""
+    shares = layer >= self.owning
+    return shares and self.sharing_mlp_width or self.mlp_width
 
   def layer_kind(self, layer: int) -> LayerKind:
     """Returns the kind of layer `layer`, from 0."""
@@ -383,8 +453,9 @@ class DecoderOnlyConfig:
   """
 
   decoder: StackConfig
-  # No second stack to share it.
+  # No second stack to share them.
   shared_table: ClassVar[bool] = False
+  shared_parts: ClassVar[tuple[str, ...]] = ()
 
   @property
   def stacks(self) -> dict[str, StackConfig]:
@@ -434,6 +505,20 @@ class EncoderDecoderConfig:
             f'a shared embedding table needs equal {name}; the encoder has'
             f' {ours}, the decoder {theirs}.'
           )
+
+  @property
+  def shared_parts(self) -> tuple[str, ...]:
+    """Starts of the encoder's paths that are stored with the decoder.
+
+    Two second tables of one shape are a single one: they are half of a model.
+    """
+    shapes = {
+      (x.vocab_size, x.vocab_multiple, x.layers, x.layer_input_width)
+      for x in self.stacks.values()
+    }
+    inputs = self.decoder.layer_input_width and len(shapes) == 1
+    parts = ('embedder/', self.shared_table), ('layer_inputs/table', inputs)
+    return tuple(name for name, is_shared in parts if is_shared)
 
   @property
   def stacks(self) -> dict[str, StackConfig]:

@@ -83,9 +83,10 @@ def init(config: model_config.ModelConfig, rng: jax.Array) -> dict[str, Any]:
   params = {}
   for name, key in _stack_keys(config, rng).items():
     params[name] = _init_values(config.stacks[name], key)
-    # Every stack declares its table; a shared table is stored only once.
-    if not _has_table(config, name):
-      del params[name]['embedder']
+    # Every stack declares its tables; shared ones are stored only once.
+    for part in config.shared_parts if name == 'encoder' else ():
+      module, leaf = part.split('/')
+      del (params[name][module] if leaf else params[name])[leaf or module]
   return params
 
 
@@ -123,7 +124,7 @@ def parameter_table(
       f'{name}/{path}': info
       for name, stack_config in config.stacks.items()
       for path, info in _stack_table(stack_config).items()
-      if _has_table(config, name) or not path.startswith('embedder/')
+      if name == 'decoder' or not path.startswith(config.shared_parts)
     }
   )
 
@@ -152,8 +153,8 @@ def paths_in(
     part, name = path.split('/')[1], path.replace('decoder', side, 1)
     if part in fresh and heads[0] != heads[1]:
       continue
-    # A shared table is stored with the decoder.
-    if part == 'embedder' and name not in table:
+    # Shared tables are stored with the decoder.
+    if part in ('embedder', 'layer_inputs') and name not in table:
       name = path
     if name in table:
       paths[path] = name
@@ -198,7 +199,7 @@ def count_by_stack(config: model_config.ModelConfig) -> dict[str, StackCount]:
     if 'layer_scalar' in parts:  # Never trains, nor counts in transformers.
       continue
     size = math.prod(info.shape) - unused.get(path, 0)
-    if parts[0] in ('embedder', 'head'):
+    if parts[0] in ('embedder', 'head', 'layer_inputs'):
       part = 'head' if parts[0] == 'head' else 'embeddings'
     elif block.CROSS.keys() & set(parts):
       part = 'cross'
@@ -206,10 +207,6 @@ def count_by_stack(config: model_config.ModelConfig) -> dict[str, StackCount]:
       part = 'other'
     counts[stack_name][part] += size
   return {name: StackCount(**count) for name, count in counts.items()}
-
-
-def _has_table(config: model_config.ModelConfig, stack_name: str) -> bool:
-  return stack_name == 'decoder' or not config.shared_table
 
 
 def _is_box(x: Any) -> bool:

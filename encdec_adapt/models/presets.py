@@ -69,6 +69,17 @@ def _gemma4(*sizes, **fields):
   return _gemma3(*sizes, **{**gemma4, **fields})
 
 
+def _gemma4_small(*sizes, local, **fields):
+  return _gemma4(
+    *sizes,
+    pattern=('local',) * local + ('global',),
+    window=512,
+    values_are_keys=False,
+    layer_input_width=256,
+    **fields,
+  )
+
+
 def _plain(*sizes, **fields):
   """Returns a pre-norm stack without Gemma's additions."""
   plain = dict(
@@ -143,6 +154,15 @@ STACKS: Mapping[str, configs.StackConfig] = types.MappingProxyType(
   {
     **_GEMMA2,
     **{f'gemma3_{size}': shape for size, shape in _GEMMA3.items()},
+    'gemma4_e2b': _gemma4_small(
+      *(35, 1536, 6144, 8, 1),
+      local=4,
+      sharing_layers=20,
+      sharing_mlp_width=12288,
+    ),
+    'gemma4_e4b': _gemma4_small(
+      *(42, 2560, 10240, 8, 2), local=5, sharing_layers=18
+    ),
     'gemma4_31b': _gemma4(60, 5376, 21504, 32, 16, global_kv_heads=4),
     'llama2_7b': _llama2(32, 4096, 11008, 32, 32, 128),
     'llama2_70b': _llama2(80, 8192, 28672, 64, 8, 128),

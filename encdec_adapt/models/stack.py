@@ -30,12 +30,11 @@ class _Group(nn.Module):
 
   config: model_config.StackConfig
   compute: execution.ComputeConfig
-  kinds: tuple[model_config.LayerKind, ...]
-  sparse: bool
+  group: model_config.Group
   prevent_cse: bool
 
   @nn.compact
-  def __call__(self, x, context, cached, cross_cached):
+  def __call__(self, x, context, cached, cross_cached, inputs):
     make_block = block.Block
     # Per layer, not per group: the backward pass then holds recomputed values
     # of a single layer at a time.
@@ -45,17 +44,28 @@ class _Group(nn.Module):
         policy=self.compute.saveable,
         prevent_cse=self.prevent_cse,
       )
-    updated = {}
-    for j, kind in enumerate(self.kinds):
+    cfg, group, updated, read = self.config, self.group, {}, {}
+    for j, kind in enumerate(group.kinds):
       # Names are paths in the parameter tree (`layers_index`).
-      name = f'layer_{j}'
+      name, number = f'layer_{j}', group.start + j
       layer = make_block(
-        self.config, self.compute, kind, self.sparse, name=name
+        cfg,
+        self.compute,
+        kind,
+        sparse=cfg.experts > 0 and number >= cfg.dense_layers,
+        mlp_width=cfg.mlp_width_of(number),
+        shares=group.shares,
+        name=name,
       )
-      x, updated[name] = layer(
-        x, context, _entry(cached, name), _entry(cross_cached, name)
+      x, updated[name], read[kind] = layer(
+        x,
+        context,
+        _entry(cached, name),
+        _entry(cross_cached, name),
+        None if inputs is None else inputs[:, :, j],
       )
-    return x, updated
+    # A scan would stack what all repeats have read.
+    return x, (updated, None if group.repeats else read)
 
 
 class Stack(nn.Module):
@@ -138,7 +148,11 @@ class Stack(nn.Module):
     )
 
     embedder = layers.Embedder(cfg, self.compute.dtype, name='embedder')
-    x = layers.dropout(embedder(tokens), dropout)
+    x, inputs = embedder(tokens), None
+    if cfg.layer_input_width:
+      make = layers.LayerInputs(cfg, self.compute.dtype, name='layer_inputs')
+      inputs = make(tokens, x)  # [B, L, N, J]
+    x = layers.dropout(x, dropout)
     if copies > 1:
       x = jnp.repeat(x, copies, axis=1)
     for name in cfg.head.modules:
@@ -149,10 +163,17 @@ class Stack(nn.Module):
     entries = None if cached is None else cached.layers
     cross_entries = None if cached is None else cached.cross
     updated = {}
-    for name, group in self._groups().items():
-      x, updated[name] = group(
-        x, context, _entry(entries, name), _entry(cross_entries, name)
+    for group in cfg.groups:
+      name = group.name
+      x, (updated[name], read) = self._make(group)(
+        x,
+        context,
+        _entry(entries, name),
+        _entry(cross_entries, name),
+        _inputs_of(group, inputs),
       )
+      if name == 'tail':  # Sharing layers follow.
+        context = context.replace(shared=read)
     x = layers.RMSNorm(cfg, name='final_norm')(x)
     if copies > 1:
       x = x[:, :1]
@@ -166,42 +187,45 @@ class Stack(nn.Module):
     # step.
     return x, caches.shard(cached)
 
-  def _groups(self) -> dict[str, nn.Module]:
+  def _make(self, group: model_config.Group) -> nn.Module:
     cfg, compute = self.config, self.compute
-    sparse = cfg.experts > 0
-    groups = {}
-    if cfg.lead:
-      groups['lead'] = _Group(cfg, compute, cfg.lead, False, True, name='lead')
-    if cfg.repeats:
-      unroll = min(compute.scan_unroll, cfg.repeats)
-      scanned = nn.scan(
-        _Group,
-        # Router losses are stacked by repeat, like parameters.
-        variable_axes={'params': 0, expert_layer.COLLECTION: 0},
-        # Without splits all repeats would have the same initial weights and
-        # dropout masks.
-        split_rngs={'params': True, 'dropout': True},
-        length=cfg.repeats,
-        in_axes=(nn.broadcast, 0, 0),
-        unroll=unroll,
-        metadata_params={nn.PARTITION_NAME: 'layers'},
-        # Blocks have no broadcast variables, and checking would trace the body
-        # again.
-        check_constancy_invariants=False,
-      )
-      # The loop separates forward and backward pass unless fully unrolled: then
-      # XLA's CSE would undo the rematerialisation.
-      prevent_cse = unroll == cfg.repeats
-      groups['blocks'] = scanned(
-        cfg, compute, cfg.cycle, sparse, prevent_cse, name='blocks'
-      )
-    if cfg.tail:
-      groups['tail'] = _Group(cfg, compute, cfg.tail, sparse, True, name='tail')
-    return groups
+    if not group.repeats:
+      return _Group(cfg, compute, group, True, name=group.name)
+    unroll = min(compute.scan_unroll, group.repeats)
+    scanned = nn.scan(
+      _Group,
+      # Router losses are stacked by repeat, like parameters.
+      variable_axes={'params': 0, expert_layer.COLLECTION: 0},
+      # Without splits all repeats would have the same initial weights and
+      # dropout masks.
+      split_rngs={'params': True, 'dropout': True},
+      length=group.repeats,
+      in_axes=(nn.broadcast, 0, 0, 0),
+      unroll=unroll,
+      metadata_params={nn.PARTITION_NAME: 'layers'},
+      # Blocks have no broadcast variables, and checking would trace the body
+      # again.
+      check_constancy_invariants=False,
+    )
+    # The loop separates forward and backward pass unless fully unrolled: then
+    # XLA's CSE would undo the rematerialisation.
+    prevent_cse = unroll == group.repeats
+    return scanned(cfg, compute, group, prevent_cse, name=group.name)
 
 
 def _entry(tree: dict[str, Any] | None, name: str) -> Any:
   return None if tree is None else tree[name]
+
+
+def _inputs_of(group: model_config.Group, inputs: Any) -> Any:
+  """Returns inputs of a group, [B, L, N, J], or of repeats, [R, B, L, N, J]."""
+  if inputs is None:
+    return None
+  inputs = inputs[:, :, group.start : group.stop]
+  if not group.repeats:
+    return inputs
+  shape = *inputs.shape[:2], group.repeats, len(group.kinds), inputs.shape[3]
+  return jnp.moveaxis(inputs.reshape(shape), 2, 0)
 
 
 def _rotation(

@@ -40,6 +40,7 @@ class Rules:
   expert_mlp: MeshAxes = ()
   router: MeshAxes = ()
   rank: MeshAxes = ('fsdp',)
+  layer_inputs: MeshAxes = ()
   layers: MeshAxes = ()
   # Activations.
   batch: MeshAxes = ('replica', 'fsdp')

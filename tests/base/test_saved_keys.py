@@ -48,9 +48,11 @@ def test_strings_become_values():
         'pattern': ('local', 'global'),
         'positions': {'kind': 'relative', 'buckets': 8, 'distance': 32},
         'rope_scaling': {
-          **keys.defaults(rope.Scaling),
           'kind': 'linear',
           'factor': 4.0,
+          'low': 1.0,
+          'high': 4.0,
+          'original_length': 8192,
         },
       },
     },

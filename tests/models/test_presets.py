@@ -22,6 +22,8 @@ def assert_exported_as(config, name):
     ('gemma3_1b', 697_896_064, 999_885_952, 'Gemma3ForCausalLM'),
     ('gemma3_4b', 3_209_010_688, 3_880_263_168, 'Gemma3ForCausalLM'),
     ('gemma3_12b', 10_759_155_456, 11_766_034_176, 'Gemma3ForCausalLM'),
+    ('gemma4_e2b', 1_863_343_104, 4_628_569_344, 'Gemma4ForCausalLM'),
+    ('gemma4_e4b', 3_945_827_072, 7_463_013_376, 'Gemma4ForCausalLM'),
     ('gemma4_31b', 29_288_059_136, 30_697_345_280, 'Gemma4ForCausalLM'),
     ('llama2_7b', 6_476_271_616, 6_738_415_616, 'LlamaForCausalLM'),
     ('llama2_70b', 68_452_360_192, 68_976_648_192, 'LlamaForCausalLM'),

@@ -41,7 +41,8 @@ def test_a_scanned_model_equals_its_layers_unrolled(
   decoder = pack([[2, 6], [7]], 8, seed=1)
   params = redraw(build.build(config))
   stacks = {k: layers_index.unroll(s) for k, s in config.stacks.items()}
-  assert not any(stack.repeats for stack in stacks.values())
+  groups = [group for stack in stacks.values() for group in stack.groups]
+  assert not any(group.repeats for group in groups)
   weights = {
     k: layers_index.unroll_params(s, params[k])
     for k, s in config.stacks.items()

@@ -112,16 +112,19 @@ def test_other_fields_of_gemma_4_by_layer_are_refused(by_layer):
 @pytest.mark.parametrize(
   'fields, words',
   [
-    ({'hidden_size_per_layer_input': 256}, 'a second table of tokens'),
-    ({'num_kv_shared_layers': 2}, 'layers that share keys and values'),
     ({'enable_moe_block': True}, 'experts beside a feed-forward'),
     ({'use_bidirectional_attention': 'all'}, 'use_bidirectional_attention'),
+    ({'num_kv_shared_layers': 6}, 'each kind of layer needs one with keys'),
+    (
+      {'hidden_size_per_layer_input': 8, 'vocab_size_per_layer_input': 9},
+      'vocab_size_per_layer_input = 9',
+    ),
   ],
 )
 def test_parts_of_gemma_4_are_refused_by_name(fields, words):
-  raw = {'model_type': 'gemma4_text', **FIELDS['gemma4_text'], **fields}
+  raw = {'model_type': 'gemma4_text', 'num_hidden_layers': 8}
   with pytest.raises(errors.UserError, match=words):
-    read(raw)
+    read({**raw, **FIELDS['gemma4_text'], **fields})
 
 
 @pytest.mark.parametrize('hidden_activation', [None, 'gelu_pytorch_tanh'])

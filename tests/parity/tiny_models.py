@@ -268,6 +268,23 @@ CASES: Mapping[str, Case] = {
     lambda: transformers.Gemma4TextConfig(**{**SHAPE, **GEMMA4}),
     'values from keys, wider global heads that rotate in part, layer scalars',
   ),
+  'gemma4_shared': Case(
+    'Gemma4ForCausalLM',
+    lambda: transformers.Gemma4TextConfig(
+      **{
+        **SHAPE,
+        **GEMMA4,
+        'attention_k_eq_v': False,
+        'num_hidden_layers': 12,
+        'layer_types': _THREE * 4,
+        'num_kv_shared_layers': 6,
+        'hidden_size_per_layer_input': 8,
+        'vocab_size_per_layer_input': VOCAB,
+        'use_double_wide_mlp': True,
+      }
+    ),
+    'keys and values of other layers, wider feed-forwards, a second table',
+  ),
   'gemma4_images': Case(
     'Gemma4ForConditionalGeneration',
     gemma4_settings,

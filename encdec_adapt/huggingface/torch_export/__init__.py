@@ -58,6 +58,11 @@ def problem(model: model_config.ModelConfig) -> str:
   for name, stack in model.stacks.items():
     if stack.experts:
       return f'it has no experts, and the {name} has {stack.experts} in a layer'
+    if stack.sharing_layers or stack.layer_input_width:
+      return (
+        'it has neither layers that share keys and values nor a second table,'
+        f' and the {name} has'
+      )
     is_scaled = model.decoder.head in _SCALED
     if stack.relative or not stack.mlp_gated or is_scaled:
       return f"it has no parts of T5's block, and the {name} has some"
