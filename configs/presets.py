@@ -5,7 +5,7 @@
       --dry_run --config.init.encoder=GEMMA
 
 Names are those of `encdec_adapt.models.presets.STACKS`: gemma3_270m,
-gemma4_31b, llama3.2_1b, qwen3_0.6b, .. `configs/pretrained.py` takes the same
+gemma4_e2b, llama3.2_1b, qwen3_0.6b, .. `configs/pretrained.py` takes the same
 from the folders of the models, and is what to use where they are there.
 Everything but the model is as in `configs/gemma2.py`.
 """

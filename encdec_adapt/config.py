@@ -461,9 +461,9 @@ def _check_model(settings: Settings, vocabulary: str) -> None:
   two_vocabularies = path not in ('', data.vocabulary, vocabulary)
   if two_vocabularies and model.shared_parts:
     raise errors.UserError(
-      f'config.data.encoder_vocabulary is {path!r}, and both sides have one'
-      f' {model.shared_parts[0]}; use one vocabulary, or stacks with tables of'
-      ' their own (config.model.shared_table=False).'
+      f'config.data.encoder_vocabulary is {path!r} with one table for both'
+      ' sides (config.model.shared_table, or the second table of Gemma 4); use'
+      ' one vocabulary.'
     )
   if not architecture.encodes_prompt:
     if two_vocabularies:

@@ -210,7 +210,8 @@ def make_plan(
 def all_but_embeddings(target: model_config.EncoderDecoderConfig) -> list[str]:
   """Returns the leaves for `fresh` to copy only embeddings."""
   names = layer_leaves.leaves_of(target)
-  return [name for name in names if '/embedder/' not in name]
+  tables = '/embedder/', '/layer_inputs/table'
+  return [name for name in names if not any(x in name for x in tables)]
 
 
 def _shapes(
@@ -301,6 +302,8 @@ def _fill_of(
     leaf = side.table.replace('table', source_parts[1])
     if leaf.endswith('/eoi') and leaf not in side.leaves:
       leaf, note = side.table, 'the embedding of the token'
+  elif source_parts == ['layer_inputs', 'table'] and leaf not in side.leaves:
+    leaf = 'decoder/layer_inputs/table'  # A shared table.
   if leaf not in side.leaves and source_parts[0] == 'embedding':
     return coverage_lib.Fill('fresh')
   if leaf not in side.leaves:

@@ -81,7 +81,7 @@ def adapt_models(values: flags.FlagValues, _: list[str]) -> int:
   coverage = model_on_disk.with_outside(coverage, encoder, decoder)
   choice = source_vocabularies.vocabularies_of_pair(encoder, decoder)
   if choice is not None and choice.encoder:
-    _report_two_tokenizers(sources, shared=target.shared_table)
+    _report_two_tokenizers(sources, shared=bool(target.shared_parts))
   print(coverage.table() if values.dry_run else coverage.summary())
   # Cross-attention keys and values have the encoder's width, so that the
   # decoder's self-attention cannot be copied into them.
@@ -147,8 +147,9 @@ def _report_two_tokenizers(
   if shared:
     raise errors.UserError(
       f'{difference}: in a table that both stacks share (--model.shared_table,'
-      ' --target=t5gemma2) an id would mean other text to each. Choose sources'
-      ' with one vocabulary, or a table for each stack.'
+      ' --target=t5gemma2, the second table of Gemma 4) an id would mean other'
+      ' text to each. Choose sources with one vocabulary, or a table for each'
+      ' stack.'
     )
   print(f'note: {difference}; the two sides of an example are tokenised apart.')
 

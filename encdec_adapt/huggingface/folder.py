@@ -254,7 +254,7 @@ def _why_unused(name: str, layout: weights.Layout, file: paths.Path) -> str:
   """Returns why a tensor is unused; raises an error for unknown tensors."""
   if name.endswith(_BUFFERS):
     return 'a buffer that is computed from the config'
-  if name.startswith(layout.ignored):
+  if layout.canonical(name).startswith(layout.ignored):
     return 'not read by the class of the model'
   if vision.is_vision(name):
     if layout is weights.PAIR_T5GEMMA2:

@@ -17,8 +17,10 @@ The parameter tree consists of nested dicts of float32 arrays:
 
   {'encoder': STACK, 'decoder': STACK}, or {'decoder': STACK}
   STACK: embedder/table, blocks/layer_j/BLOCK with leading R, tail/layer_j/
-    BLOCK without (lead/layer_j/BLOCK before layers with experts),
-    final_norm/scale, and head/table if untied
+    BLOCK without, final_norm/scale, and head/table if untied; before layers
+    with experts lead/layer_j/BLOCK; for layers that share keys and values
+    sharing_blocks and sharing_tail, like blocks and tail; with a second table
+    layer_inputs/{table, projection, scale}
   BLOCK: see `block.Block`
 
 Only `layers_index` maps layer numbers to leaves.

@@ -274,7 +274,11 @@ class Adapters:
     """Returns the axis of a kernel's blocks, from the end, and their size."""
     info = self._base_table[path]
     # fsdp shards none of these axes.
-    axis = next(i for i, x in enumerate(info.axes) if x in ('head_dim', 'mlp'))
+    axis = next(
+      i
+      for i, x in enumerate(info.axes)
+      if x in ('head_dim', 'mlp', 'layer_inputs')
+    )
     size = math.gcd(kernel_forms.BLOCK, info.shape[axis])
     if size % 2 and self.options.base == 'nf4':
       raise errors.UserError(
@@ -338,6 +342,8 @@ def _names(path: str) -> frozenset[str]:
   names = {stack, leaf, _PARTS.get(module, module)}
   if module.endswith('_norm') or leaf.endswith('_norm'):
     names.add('norms')
+  if path.endswith('/layer_inputs/table'):
+    names.add('embeddings')
   if module in block.CROSS:
     names.add('cross_attention')
   return frozenset(names)

@@ -21,10 +21,10 @@ positions:
 A training step is 3 forward passes (the backward pass costs two), an evaluation
 step is 1. A decoding step is a forward pass of a token per row over the keys of
 a whole cache, which includes the source's. The prefill of a decoder only yields
-keys and values, so its last layer has no queries, attention, output projection
-or feed-forward. Norms, activations, soft-caps, the embedding lookup and
-rematerialisation are not counted. Rows count as full, whatever their packing
-and padding.
+keys and values: its last layer with keys has no queries, attention, output
+projection or feed-forward, and layers after it cost nothing. Norms,
+activations, soft-caps, the embedding lookup and rematerialisation are not
+counted. Rows count as full, whatever their packing and padding.
 
 Imports configs and `ops.masks`: no arrays, programs or chips.
 """
@@ -128,11 +128,19 @@ def generation(
 
 
 def _without_states(stack: configs.StackConfig, length: int) -> int:
-  """Returns the last layer's FLOPs on a prompt without keys and values."""
-  heads = stack.heads * stack.kinds[-1].head_dim
-  weights = 2 * heads + _feed_forward(stack, stack.layers - 1)
-  (pairs,) = _pairs(stack, length, layer_windows(stack)[-1:], length)
-  return 2 * stack.width * weights * length + 4 * heads * pairs
+  """Returns the FLOPs of the layers whose keys and values nothing reads.
+
+  Those of the last layer with keys and values, without them, and those of the
+  layers after it, which share keys and values.
+  """
+  last = stack.owning - 1
+  windows, kinds, total = layer_windows(stack), stack.kinds, 0
+  for i in range(last, stack.layers):
+    heads = stack.heads * kinds[i].head_dim
+    weights = 2 * heads + _feed_forward(stack, i) + 3 * stack.layer_input_width
+    (pairs,) = _pairs(stack, length, windows[i : i + 1], length)
+    total += 2 * stack.width * weights * length + 4 * heads * pairs
+  return total
 
 
 def published(model: configs.ModelConfig, prompt: int, generated: int) -> int:

@@ -270,8 +270,9 @@ class StackConfig:
         f' {self.cross_width} and a decoder of width {self.width}; choose an'
         f' encoder of width {self.width}.'
       )
-    own = {self.layer_kind(i) for i in range(max(self.owning, 0))}
-    if not {self.layer_kind(i) for i in range(self.layers)} <= own:
+    own = map(self.layer_kind, range(self.dense_layers, max(self.owning, 0)))
+    kinds = map(self.layer_kind, range(self.layers))
+    if self.sharing_layers and not {*kinds} <= {*own}:
       raise errors.UserError(
         f'sharing_layers is {self.sharing_layers} of {self.layers} layers; each'
         ' kind of layer needs one with keys and values before them.'
@@ -294,6 +295,11 @@ class StackConfig:
           ' rotates nothing; leave its default, or set positions.kind to'
           " 'rotary'."
         )
+    if self.sharing_layers:
+      raise errors.UserError(
+        f'sharing_layers is {self.sharing_layers} with positions.kind {kind!r},'
+        ' whose bias belongs to a layer; set it to 0.'
+      )
     if self.attention_softcap is not None:
       raise errors.UserError(
         f'attention_softcap is {self.attention_softcap} with positions.kind'

@@ -137,7 +137,9 @@ class ModelSection:
     one_of=('all', 'global'),
   )
   shared_table: bool = keys.key(
-    False, "The encoder reads the decoder's embedding table (T5Gemma 2)."
+    False,
+    "The encoder reads the decoder's embedding table (T5Gemma 2); equal second"
+    ' tables (Gemma 4) are always shared.',
   )
   window_rule: str = keys.key(
     'exclusive',

@@ -58,7 +58,7 @@ class StackCount:
   """Parameter counts of a stack, without padding rows of tables.
 
   Attributes:
-    embeddings: parameters of the embedding table and of single-token vectors.
+    embeddings: parameters of the embedding tables and of single-token vectors.
     head: parameters of the head; 0 if tied.
     cross: parameters of cross-attention and its norms.
     other: all other parameters.
@@ -174,7 +174,7 @@ def padding(config: model_config.ModelConfig) -> dict[str, int]:
     is_head = path.endswith('head/table')
     used = stack_config.outputs if is_head else stack_config.vocab_size
     if path.endswith('/table') and info.shape[0] > used:
-      sizes[path] = (info.shape[0] - used) * stack_config.width
+      sizes[path] = (info.shape[0] - used) * math.prod(info.shape[1:])
   return sizes
 
 
@@ -199,7 +199,7 @@ def count_by_stack(config: model_config.ModelConfig) -> dict[str, StackCount]:
     if 'layer_scalar' in parts:  # Never trains, nor counts in transformers.
       continue
     size = math.prod(info.shape) - unused.get(path, 0)
-    if parts[0] in ('embedder', 'head', 'layer_inputs'):
+    if parts[0] in ('embedder', 'head') or parts[-1] == 'table':
       part = 'head' if parts[0] == 'head' else 'embeddings'
     elif block.CROSS.keys() & set(parts):
       part = 'cross'

@@ -219,9 +219,10 @@ def _exchanged_keys(
     positions += min(length, sides * (window or length))
   rows = work.tokens(stack_pass) * work.by_length / length
   runs = forward_flops.TRAINING if stack_pass.trained else 1
-  return (
-    runs * rows * step_estimate.key_value_width(work, stack_pass) * positions
-  )
+  widths = step_estimate.key_value_width(work, stack_pass)
+  # A layer that shares keys gathers them, too.
+  widths *= stack.layers / stack.owning
+  return runs * rows * widths * positions
 
 
 def _exchanges(work: workload.Workload):

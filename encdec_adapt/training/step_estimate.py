@@ -103,10 +103,11 @@ def _saved(work: workload.Workload, stack_pass: workload.StackPass) -> float:
   heads = forward_flops.head_widths(stack)[0] / work.by_tensor
   keys_values = key_value_width(work, stack_pass)
   attentions = 1 + bool(stack_pass.source_length)
-  mlp = stack.mlp_width / work.by_tensor
+  mlps = [stack.mlp_width_of(i) for i in range(stack.layers)]
+  mlp = sum(mlps) / stack.layers / work.by_tensor
   # Every policy saves the layer's input; all but 'full' add the outputs named
   # in `models.execution.REMAT_POLICIES`.
-  width = stack.width
+  width = stack.width + stack.layer_input_width
   if remat != 'full':
     width += attentions * heads
   if remat in ('narrow_dots', 'dots', 'none'):
@@ -134,7 +135,7 @@ def _working(
   """
   compute, stack = work.compute, stack_pass.stack
   tokens, length = work.tokens(stack_pass), stack_pass.length
-  wide = (1 + stack.mlp_gated) * stack.mlp_width
+  wide = (1 + stack.mlp_gated) * stack.mlp_width_of(stack.layers - 1)
   # The layer with the widest heads.
   wide += 2 * stack.heads * max(x.head_dim for x in stack.kinds)
   width = 2 * stack.width + wide / work.by_tensor
@@ -218,7 +219,8 @@ def recomputed(work: workload.Workload) -> float:
       total -= stack_pass.flops(forward_flops.scores)
     if remat == 'narrow_dots':  # Both products to the MLP width.
       length = stack_pass.answers * stack_pass.length
-      total += 4 * stack.layers * length * stack.width * stack.mlp_width
+      mlps = sum(stack.mlp_width_of(i) for i in range(stack.layers))
+      total += 4 * length * stack.width * mlps
   return float(total * work.rows)
 
 

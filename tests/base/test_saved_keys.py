@@ -5,7 +5,6 @@ import pytest
 from encdec_adapt import config as config_lib
 from encdec_adapt.base import keys, saved_keys
 from encdec_adapt.models import model_section
-from encdec_adapt.ops import rope
 from encdec_adapt.training.sections import evaluation_section
 
 HEAD = keys.defaults(model_section.HeadSection)

@@ -210,6 +210,12 @@ def test_layer_scalars_never_train_and_values_may_have_no_kernel():
   assert full.full and not any('layer_scalar' in path for path in full.full)
   values = [path for path in full.kernels if path.endswith('attention/value')]
   assert len(values) == 5  # Of the local layers of the pattern.
+  small = presets.decoder_only('gemma4_e2b')
+  options = adapters_lib.Options(8, full=('embeddings',), base='nf4')
+  found = adapters_lib.Adapters(small, options)
+  tables = 'decoder/embedder/table', 'decoder/layer_inputs/table'
+  assert found.full == tables
+  assert any(path.endswith('layer_input/gate') for path in found.quantized)
   options = adapters_lib.Options(8, full=('layer_scalar',))
   with pytest.raises(errors.UserError, match="'layer_scalar', which matches"):
     adapters_lib.Adapters(model, options)

@@ -1,5 +1,6 @@
 """Folders that transformers saves, in every form, and their round trip."""
 
+import dataclasses
 import json
 import shutil
 
@@ -7,8 +8,11 @@ import numpy as np
 import pytest
 
 import encdec_adapt
+from encdec_adapt.adaptation import weight_plan
 from encdec_adapt.huggingface import export, tensor_folder
 from encdec_adapt.huggingface import folder as folder_lib
+from encdec_adapt.models import model_config, parameters
+from tests import toy_models
 from tests.parity import tiny_models
 
 pytestmark = pytest.mark.parity
@@ -105,3 +109,48 @@ def test_weights_in_half_precision_and_shards(name, dtype, tmp_path):
   theirs = tiny_models.load(tmp_path / 'model', dtype=tiny_models.torch.float32)
   tiny_models.assert_same_logits(ours, theirs, rows)
   assert_comes_back(tmp_path / 'model', tmp_path / 'again')
+
+
+def test_towers_and_keys_that_gemma_4_does_not_read_are_unused(saved, tmp_path):
+  """As in the released files: a multimodal config, and keys of every layer."""
+  _, folder, ours = saved('gemma4_shared')
+  shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+  raw = json.loads((tmp_path / tensor_folder.CONFIG).read_text())
+
+  def released(tensors):
+    renamed = {
+      name.replace('model.', 'model.language_model.', 1): x
+      for name, x in tensors.items()
+    }
+    key = 'model.language_model.layers.{}.self_attn.k_proj.weight'
+    renamed[key.format(9)] = renamed[key.format(0)]
+    towers = 'vision_tower', 'embed_vision', 'audio_tower', 'embed_audio'
+    return renamed | {f'model.{x}.weight': np.zeros(1) for x in towers}
+
+  toy_models.change(
+    tmp_path, released, model_type='gemma4', text_config=raw, architectures=None
+  )
+  opened = folder_lib.ModelFolder(tmp_path)
+  assert opened.config == ours.config
+  assert len(opened.unused) == 5
+  rows = tiny_models.batch(tiny_models.CASES['gemma4_shared'])
+  np.testing.assert_array_equal(
+    tiny_models.our_logits(encdec_adapt.load(tmp_path), rows),
+    tiny_models.our_logits(ours, rows),
+  )
+
+
+def test_an_encoder_of_a_pair_is_taken_with_the_shared_table(saved):
+  stack = saved('gemma4_shared')[2].config.decoder
+  pair = model_config.encoder_decoder(stack, stack)
+  paths = parameters.parameter_table(pair)
+  assert 'encoder/layer_inputs/table' not in paths
+  encoder = dataclasses.replace(stack, role='bidirectional')
+  plan = weight_plan.make_plan(model_config.DecoderOnlyConfig(encoder), pair)
+  fill = plan.filled['decoder/layer_inputs/table']
+  assert (fill.how, fill.leaf) == ('copied', 'decoder/layer_inputs/table')
+  padded = model_config.with_vocab_multiple(pair, 64)
+  columns = stack.layers * stack.layer_input_width
+  rows = stack.table_rows, padded.decoder.table_rows
+  counted = parameters.padding(padded)['decoder/layer_inputs/table']
+  assert counted == (rows[1] - rows[0]) * columns
