@@ -75,6 +75,9 @@ def test_gradients_of_all_parameters(name, saved, tmp_path):
     logits = chunked.logits(params, chunked.decode(params, *sides[0], *encoded))
     return jnp.sum(logits * weights)
 
+  # It has twice as many layers as the others.
+  atol = 2e-4 if name == 'gemma4_shared' else 1e-4
+
   def compare(path, got, theirs):
     """Compares the gradients of one parameter."""
     name = jax.tree_util.keystr(path)
@@ -83,7 +86,7 @@ def test_gradients_of_all_parameters(name, saved, tmp_path):
       return
     assert np.abs(theirs).max() > 0, name
     np.testing.assert_allclose(
-      got, theirs, rtol=0, atol=1e-4 * np.abs(theirs).max(), err_msg=name
+      got, theirs, rtol=0, atol=atol * np.abs(theirs).max(), err_msg=name
     )
 
   found = gradients(ours.params)
