@@ -67,8 +67,11 @@ def _adapt(model, **options):
   return adapted.eval()
 
 
+# T5's classes name modules alike.
 @pytest.mark.long
-@pytest.mark.parametrize('name', CASES)
+@pytest.mark.parametrize(
+  'name', tiny.slow_except(CASES.keys() - {'t5_v1_1', 'mt5'}, CASES)
+)
 def test_adapters_come_in_and_go_out(saved, tmp_path, name):
   model, folder, _ = saved(name.split()[0])
   case = tiny_models.CASES[name.split()[0]]
