@@ -47,7 +47,7 @@ def test_a_pair_is_adapted_tuned_and_exported(name, tmp_path):
     assert leaf.format(2, 'value') not in report  # Its values are keys.
   else:
     assert leaf.format(6, 'query') in report
-    assert leaf.format(6, 'key') not in report  # It reads those of layer 4.
+    assert leaf.format(6, 'key') not in report  # It reads those of layer 2.
     assert "the encoder reads the decoder's second table" in report
   scalars = read_scalars(pair)
   assert len({*np.ravel(scalars)}) > 1

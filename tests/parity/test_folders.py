@@ -123,7 +123,7 @@ def test_towers_and_keys_that_gemma_4_does_not_read_are_unused(saved, tmp_path):
       for name, x in tensors.items()
     }
     key = 'model.language_model.layers.{}.self_attn.k_proj.weight'
-    renamed[key.format(9)] = renamed[key.format(0)]
+    renamed[key.format(7)] = renamed[key.format(0)]
     towers = 'vision_tower', 'embed_vision', 'audio_tower', 'embed_audio'
     return renamed | {f'model.{x}.weight': np.zeros(1) for x in towers}
 

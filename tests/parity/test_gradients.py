@@ -75,7 +75,7 @@ def test_gradients_of_all_parameters(name, saved, tmp_path):
     logits = chunked.logits(params, chunked.decode(params, *sides[0], *encoded))
     return jnp.sum(logits * weights)
 
-  # It has twice as many layers as the others.
+  # Layers add up gradients of the keys that they share, and their rounding.
   atol = 2e-4 if name == 'gemma4_shared' else 1e-4
 
   def compare(path, got, theirs):
