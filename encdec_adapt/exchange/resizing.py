@@ -124,9 +124,10 @@ def _resized(
 
   Args:
     model: the model.
-    old: its vocabularies.
-    new: those with the new tokens.
-    added: by stack, see `new_tokens.add`; the encoder's may be the decoder's.
+    old: vocabularies of the model.
+    new: the same vocabularies with the new tokens.
+    added: stack -> result of `new_tokens.add`; without the encoder if both
+      stacks have one vocabulary.
 
   Raises:
     UserError: there is no new row.

@@ -86,7 +86,7 @@ def files(
   task = 'SEQ_CLS' if heads.classifies(stack.head) else 'CAUSAL_LM'
   if model.architecture.encodes_prompt:
     task = 'SEQ_2_SEQ_LM'
-  elif stack.relative and stack.role == 'bidirectional':
+  elif model.architecture.is_encoder:
     task = 'FEATURE_EXTRACTION'  # `T5EncoderModel`.
   config = {
     'peft_type': 'LORA',

@@ -46,8 +46,8 @@ class Context:
     cross_mask: MaskSpec of cross-attention, or None.
     real: False for padding, bool [B, L]; None in stacks without experts.
     dropout: dropout rate in [0, 1); requires the random stream 'dropout'.
-    shared: by kind of layer, keys and values that sharing layers read: those
-      of self-attention, and of cross-attention or None.
+    shared: kind of layer -> keys and values that sharing layers read in
+      self-attention, and in cross-attention or None; None without such layers.
     collect: whether layers return keys and values without a cache.
   """
 

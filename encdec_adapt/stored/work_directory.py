@@ -55,7 +55,7 @@ class Contents:
     run: work directory of the run that trained the model; its objective and
       loss define labels, prompts and temperature of a model with a head.
     framing: prompt framing of a language model without `run`.
-    tokenizers: by stack, folders of tokenizer files in place of those of
+    tokenizers: stack -> folder of tokenizer files that replace the files of
       `sources`; a stack that is missing has the decoder's.
   """
 

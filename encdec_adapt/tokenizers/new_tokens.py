@@ -97,9 +97,8 @@ def add(
       )
     if piece and before.get(piece, rows) >= rows:
       raise errors.UserError(
-        f'the token {token!r} copies {piece!r}, which is no piece of the'
-        ' vocabulary with a row; name a piece as in tokenizer.json'
-        ' (\u2581the, \u0120the).'
+        f'the token {token!r} copies {piece!r}, and the model has no row for'
+        ' it; name a token as tokenizer.json does (\u2581the, \u0120the).'
       )
   special = {x: bool(vocabulary.SPECIAL.fullmatch(x)) for x in tokens}
   added = [

@@ -164,7 +164,7 @@ def test_a_run_in_bfloat16_with_two_tokenizers(tmp_path):
     (['the'], "the token 'the' exists already, with the id"),
     (['kinase', 'kinase'], "line 2 of .*'kinase', is a token of an earlier"),
     (['kinase', ''], 'line 2 of .* must be a token without spaces'),
-    (['kinase\tzzzz'], "copies 'zzzz', which is no piece"),
+    (['kinase\tzzzz'], "copies 'zzzz', and the model has no row for it"),
     ([], 'line 1 of .* must be a token'),
     (['\u00fcber'], "with the token '\u00fcber' .* take ASCII"),
     (['<sentinel_0>', 'kinase'], 'sentinels must be its last tokens'),
