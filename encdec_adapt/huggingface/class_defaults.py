@@ -62,6 +62,11 @@ GEMMA4_ROPE: Mapping[str, Any] = {
   },
   'sliding_attention': {},
 }
+# Of gemma4_unified_text, where they differ from those of gemma4_text.
+GEMMA4_UNIFIED: Mapping[str, Any] = {
+  'sliding_window': 1024,
+  'hidden_size_per_layer_input': 0,
+}
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
   'gemma': {**_GEMMA, 'hidden_act': 'gelu_pytorch_tanh'},
   'gemma2': {
@@ -86,6 +91,10 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     'hidden_size_per_layer_input': 256,
     'num_kv_shared_layers': 0,
     'use_double_wide_mlp': False,
+    'enable_moe_block': False,
+    'num_experts': None,
+    'top_k_experts': None,
+    'moe_intermediate_size': None,
     'rope_theta': 1e6,
     'rope_local_base_freq': 10000.0,
     'rope_parameters': GEMMA4_ROPE,

@@ -7,6 +7,7 @@ from typing import Any
 
 from encdec_adapt.base import errors, keys, saved_keys
 from encdec_adapt.huggingface import (
+  class_defaults,
   families,
   raw_fields,
   t5_json,
@@ -65,6 +66,8 @@ PAIRS: Mapping[str, Pair] = {
 
 # `model_type` of our native layout, for models without a transformers class.
 NATIVE_TYPE = 'encdec_adapt'
+# Multimodal models, of which we read the text part.
+_WITH_TEXT = 'gemma3', 'gemma4', 'gemma4_unified'
 # `model_type` of the encoder of a T5Gemma 2 alone.
 ENCODER_TYPE = 't5gemma2_encoder'
 # Our field, ignored by transformers, in the config.json of a T5Gemma with a
@@ -397,11 +400,13 @@ def model_from_raw(
   """
   raw_fields.check(raw, file)
   kind = raw.get('model_type')
-  if kind in ('gemma3', 'gemma4') and 'text_config' in raw:
+  if kind in _WITH_TEXT and 'text_config' in raw:
     # Multimodal files may tie at the top level only; the class default is true.
     tied = raw.get('tie_word_embeddings', True)
     raw = {'tie_word_embeddings': tied, **raw['text_config']}
     kind = f'{kind}_text'
+  if kind == 'gemma4_unified_text':  # The 12B; written as gemma4_text.
+    kind, raw = 'gemma4_text', {**class_defaults.GEMMA4_UNIFIED, **raw}
   if kind == NATIVE_TYPE:
     return _native_from_raw(raw, file), weights.NATIVE
   if kind in families.FAMILIES:
@@ -419,7 +424,7 @@ def model_from_raw(
     reason = t5_json.UNSUPPORTED.get(kind, '')
     supported = [
       *families.FAMILIES,
-      *('gemma3', 'gemma4'),
+      *_WITH_TEXT,
       *PAIRS,
       *t5_json.TYPES,
     ]

@@ -4,6 +4,7 @@ Supports the layouts of transformers and our native layout (`weights.NATIVE`).
 """
 
 from collections.abc import Callable, Mapping
+import functools
 import os
 from typing import Any
 
@@ -100,25 +101,40 @@ def _plan(
 ) -> dict[str, lazy_array.LazyArray]:
   leaves = layer_leaves.leaves_of(config)
 
-  def plan(weight: weights.Weight) -> lazy_array.LazyArray:
-    leaf = leaves[weight.leaf]
+  def dtype_of(weight: weights.Weight) -> np.dtype:
+    return np.dtype(dtype or params[leaves[weight.leaf].path].dtype)
+
+  def make(weight: weights.Weight) -> np.ndarray:
+    leaf, tensor_dtype = leaves[weight.leaf], dtype_of(weight)
     stored = params[leaf.path]
-    tensor_dtype = np.dtype(dtype or stored.dtype)
     # Fetches only this layer and expert of a stacked parameter.
     index = tuple(i for i in (leaf.index, weight.part) if i is not None)
+    ours = np.asarray(stored[index] if index else stored)
+    with np.errstate(over='ignore'):  # check_finite names the value.
+      tensor = weight.to_theirs(ours).astype(tensor_dtype, copy=False)
+    # Reordered first: the check would copy a transposed array more slowly.
+    tensor = transposed_copy.in_order(tensor)
+    tensor_folder.check_finite(
+      weight.leaf, tensor, f'the {tensor_dtype} form of the parameters'
+    )
+    return tensor
 
-    def make() -> np.ndarray:
-      ours = np.asarray(stored[index] if index else stored)
-      with np.errstate(over='ignore'):  # check_finite names the value.
-        tensor = weight.to_theirs(ours).astype(tensor_dtype, copy=False)
-      # Reordered first: the check would copy a transposed array more slowly.
-      tensor = transposed_copy.in_order(tensor)
-      tensor_folder.check_finite(
-        weight.leaf, tensor, f'the {tensor_dtype} form of the parameters'
-      )
-      return tensor
+  def plan(name: str, found: list[weights.Weight]) -> lazy_array.LazyArray:
+    first, make_all = found[0], functools.partial(make, found[0])
+    shape = first.their_shape
+    if name != first.name:  # All experts, each with the rows of its kernels.
+      rows, columns = shape
+      experts = sum(weight.leaf == first.leaf for weight in found)
+      shape = experts, rows * (len(found) // experts), columns
 
-    return lazy_array.LazyArray.in_full(weight.their_shape, tensor_dtype, make)
+      def make_all() -> np.ndarray:
+        tensor = np.empty(shape, dtype_of(first))
+        for number, weight in enumerate(found):
+          part, expert = divmod(number, experts)
+          tensor[expert, part * rows : (part + 1) * rows] = make(weight)
+        return tensor
+
+    return lazy_array.LazyArray.in_full(shape, dtype_of(first), make_all)
 
   # By path: `params` may stack layers in one array, and a checkpoint caches
   # only the last array read. Another order would read it once per layer.
@@ -126,4 +142,7 @@ def _plan(
     weights.weights(config, layout).values(),
     key=lambda weight: leaves[weight.leaf].path,
   )
-  return {weight.name: plan(weight) for weight in order}
+  tensors: dict[str, list[weights.Weight]] = {}
+  for weight in order:
+    tensors.setdefault(layout.written(weight.name), []).append(weight)
+  return {name: plan(name, found) for name, found in tensors.items()}

@@ -140,11 +140,6 @@ def _spell_gemma4(raw: Raw, file: str) -> Raw:
 
   transformers 5.24 writes them by layer. 0 stands for those of other layers.
   """
-  if raw.get('enable_moe_block'):
-    raise errors.UserError(
-      f'{file} sets enable_moe_block: experts beside a feed-forward (26B-A4B)'
-      ' are not supported; give a dense Gemma 4.'
-    )
   rows = raw.get('vocab_size_per_layer_input', raw['vocab_size'])
   if raw['hidden_size_per_layer_input'] and rows != raw['vocab_size']:
     raise errors.UserError(
@@ -187,8 +182,12 @@ def _spell_gemma4(raw: Raw, file: str) -> Raw:
     for name, other in _GLOBAL.items()
   }
   rotary = raw.get('rope_parameters') or class_defaults.GEMMA4_ROPE
+  # Without experts, their fields are unread.
+  experts = {} if raw['enable_moe_block'] else dict.fromkeys(_GEMMA4_EXPERTS, 0)
   return {
     **raw,
+    **experts,
+    'norm_topk_prob': raw['enable_moe_block'],
     'layer_types': kinds,
     'rope_parameters': rotary,
     'hidden_size_per_layer_input': raw['hidden_size_per_layer_input'] or 0,
@@ -200,6 +199,11 @@ def _spell_gemma4(raw: Raw, file: str) -> Raw:
 _GEMMA_FIELDS = {
   'query_pre_attn_scalar': 'query_scale',
   'final_logit_softcapping': 'final_softcap',
+}
+_GEMMA4_EXPERTS = {
+  'num_experts': 'experts',
+  'top_k_experts': 'experts_per_token',
+  'moe_intermediate_size': 'expert_mlp_width',
 }
 _NO_CAPS = {'attention_softcap': None, 'final_softcap': None}
 # A pre-norm block without Gemma's extras.
@@ -258,6 +262,9 @@ FAMILIES: Mapping[str, Family] = {
         'hidden_size_per_layer_input': 'layer_input_width',
         'num_kv_shared_layers': 'sharing_layers',
         'use_double_wide_mlp': 'sharing_mlp_width',
+        'enable_moe_block': 'experts_beside_mlp',
+        'norm_topk_prob': 'norm_topk',
+        **_GEMMA4_EXPERTS,
       },
       fixed={
         'attention_softcap': None,
@@ -454,6 +461,8 @@ def raw_from_stack(
   if 'use_double_wide_mlp' in raw:
     raw['vocab_size_per_layer_input'] = raw['vocab_size']
     raw['use_double_wide_mlp'] = raw['use_double_wide_mlp'] > 0
+    raw |= {name: raw[name] or None for name in _GEMMA4_EXPERTS}
+    del raw['norm_topk_prob']  # True with experts.
   if 'mlp_only_layers' in family.defaults:
     raw['decoder_sparse_step'] = 1
     raw['mlp_only_layers'] = list(range(stack.dense_layers))

@@ -49,7 +49,7 @@ _FIELDS = (
     shared_expert_intermediate_size original_max_position_embeddings d_model
     d_kv d_ff num_heads relative_attention_num_buckets
     relative_attention_max_distance global_head_dim
-    num_global_key_value_heads""",
+    num_global_key_value_heads top_k_experts""",
   ),
   # Each layer costs host memory and compile time before any array exists.
   (_integer(1, 10_000), 'num_hidden_layers num_layers num_decoder_layers'),
@@ -65,7 +65,8 @@ _FIELDS = (
   (
     _instance(bool, 'true or false'),
     """attention_bias tie_word_embeddings qkv_bias norm_topk_prob mlp_bias
-    use_sliding_window scale_decoder_outputs attention_k_eq_v""",
+    use_sliding_window scale_decoder_outputs attention_k_eq_v
+    enable_moe_block""",
   ),
   (
     (
@@ -92,7 +93,7 @@ _RULES: Mapping[str, _Rule] = {
 _NULLABLE = frozenset(
   f"""{_ROPE} num_decoder_layers num_key_value_heads head_dim sliding_window
   sliding_window_pattern eoi_token_index num_experts moe_intermediate_size
-  num_global_key_value_heads
+  num_global_key_value_heads top_k_experts
   per_layer_config final_logit_softcapping
   attn_logit_softcapping use_bidirectional_attention layer_types
   mlp_only_layers sliding_attention hidden_activation""".split()

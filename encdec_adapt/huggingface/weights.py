@@ -90,6 +90,16 @@ GEMMA4 = GEMMA | {
   'layer_input/down': 'per_layer_projection.weight',
   'post_layer_input_norm/scale': 'post_per_layer_input_norm.weight',
 }
+GEMMA4 |= {
+  'post_dense_norm/scale': 'post_feedforward_layernorm_1.weight',
+  'pre_experts_norm/scale': 'pre_feedforward_layernorm_2.weight',
+  'post_experts_norm/scale': 'post_feedforward_layernorm_2.weight',
+  'experts/router': 'router.proj.weight',
+  'experts/router_scale': 'router.scale',
+  'experts/expert_scale': 'router.per_expert_scale',
+  # Not in files, which have one tensor of all experts.
+  **{f'experts/{x}': f'experts.{_EXPERT}.{x}' for x in ('gate', 'up', 'down')},
+}
 # Names in a stack, of what makes the inputs of its layers.
 _LAYER_INPUTS = {
   'table': 'embed_tokens_per_layer.weight',
@@ -133,6 +143,7 @@ class Layout:
     fused: suffix of a tensor of all experts, the form of transformers 5 in
       memory and in some files -> suffixes of the tensors concatenated in it per
       expert.
+    writes_fused: whether files are written in this form.
     native: whether this is our native layout, with empty tables, our shapes,
       and names of our leaves with '.' for '/'.
   """
@@ -151,6 +162,7 @@ class Layout:
   modules: Mapping[str, str] = dataclasses.field(default_factory=dict)
   copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
   fused: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+  writes_fused: bool = False
   native: bool = False
 
   def canonical(self, name: str) -> str:
@@ -192,11 +204,23 @@ class Layout:
         }
     return {name: None}
 
+  def written(self, name: str) -> str:
+    """Returns the name of the tensor that a weight is written in."""
+    for end, parts in self.fused.items() if self.writes_fused else ():
+      for part in parts:
+        pattern = re.escape(part).replace(re.escape(_EXPERT), r'\d+')
+        if match := re.search(f'{pattern}$', name):
+          return name[: match.start()] + end
+    return name
 
-def _fused(layer: Mapping[str, str]) -> Mapping[str, tuple[str, ...]]:
+
+def _fused(
+  layer: Mapping[str, str], prefix: str = 'mlp.'
+) -> Mapping[str, tuple[str, ...]]:
+  gate, up, down = (layer[f'experts/{x}'] for x in ('gate', 'up', 'down'))
   return {
-    'mlp.experts.gate_up_proj': (layer['experts/gate'], layer['experts/up']),
-    'mlp.experts.down_proj': (layer['experts/down'],),
+    f'{prefix}experts.gate_up_proj': (gate, up),
+    f'{prefix}experts.down_proj': (down,),
   }
 
 
@@ -230,8 +254,12 @@ DECODER_ONLY_GEMMA4 = _decoder_only(
   GEMMA4,
   ignored=tuple(
     f'model.{x}.'
-    for x in ('vision_tower', 'embed_vision', 'audio_tower', 'embed_audio')
+    for x in (
+      'vision_tower vision_embedder embed_vision audio_tower embed_audio'
+    ).split()
   ),
+  fused=_fused(GEMMA4, prefix=''),
+  writes_fused=True,
 )
 _PAIR = {'encoder': 'model.encoder.', 'decoder': 'model.decoder.'}
 PAIR_T5GEMMA = Layout(

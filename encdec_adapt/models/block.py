@@ -78,7 +78,7 @@ class Block(nn.Module):
     compute: execution choices.
     kind: kind of the layer.
     sparse: whether its feed-forward has experts.
-    mlp_width: width of its feed-forward without experts.
+    mlp_width: width of its feed-forward that every token takes.
     shares: whether it reads the keys and values in `Context.shared`.
   """
 
@@ -150,12 +150,17 @@ class Block(nn.Module):
       x = add(x, y, 'post_cross_norm')
 
     y = norm('pre_mlp_norm', x)
+    is_beside = self.sparse and cfg.experts_beside_mlp
     if self.sparse:
-      feed_forward = expert_layer.Experts(cfg, compute.dtype, name='experts')
-      y = feed_forward(y, context.real)
-    else:
+      experts = expert_layer.Experts(cfg, compute.dtype, name='experts')
+    if not self.sparse or is_beside:
       width = self.mlp_width or cfg.mlp_width
-      y = layers.MLP(cfg, compute.dtype, width, name='mlp')(y)
+      dense = layers.MLP(cfg, compute.dtype, width, name='mlp')(y)
+    if is_beside:
+      y = experts(norm('pre_experts_norm', x), x, context.real)
+      y = norm('post_dense_norm', dense) + norm('post_experts_norm', y)
+    else:
+      y = experts(y, y, context.real) if self.sparse else dense
     # In training, drops the entries: scan would stack them, [R, B, L, K, H].
     keep = context.collect or cached is not None
     x = add(x, y, 'post_mlp_norm')

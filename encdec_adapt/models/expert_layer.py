@@ -28,19 +28,28 @@ class Experts(nn.Module):
 
   @nn.compact
   def __call__(
-    self, x: Float[Array, 'B L D'], real: Bool[Array, 'B L']
+    self,
+    x: Float[Array, 'B L D'],
+    routed: Float[Array, 'B L D'],
+    real: Bool[Array, 'B L'],
   ) -> Float[Array, 'B L D']:
     """Computes the update of the residual stream.
 
     Args:
       x: normalised states.
+      routed: states that the router reads.
       real: False for padding, which is routed to no expert.
     """
     cfg = self.config
-    logits = self._router(x)
+    logits = self._router(routed)
     chosen, shares = experts.route(
       logits, real, cfg.experts_per_token, normalise=cfg.norm_topk
     )
+    if cfg.experts_beside_mlp:
+      init = nn.with_logical_partitioning(nn.initializers.ones, ('router',))
+      scale = self.param('expert_scale', init, (cfg.experts,), jnp.float32)
+      # Padding has an id beyond the last expert.
+      shares = shares * jnp.take(scale, chosen, mode='clip')
     # Checked first: `sow` would discard the losses only after tracing them.
     if self.is_mutable_collection(COLLECTION):
       self.sow(
@@ -72,6 +81,12 @@ class Experts(nn.Module):
     shape = (self.config.width, self.config.experts)
     kernel = self.param('router', init, shape, jnp.float32)
     x = x.astype(jnp.float32)
+    if self.config.experts_beside_mlp:
+      # transformers 5.24, `modeling_gemma4.py`, `Gemma4TextRouter`.
+      gain = layers.gain_init(self.config, 'embed')
+      width = self.config.width
+      scale = self.param('router_scale', gain, (width,), jnp.float32)
+      x = layers.norm(self.config, x, scale) * width**-0.5
     y = jnp.einsum('BLD,DX->BLX', x, kernel, precision='highest')
     return checkpoint_name(y, products.NARROW)
 

@@ -246,11 +246,13 @@ def _pairs(
 
 def _feed_forward(stack: configs.StackConfig, layer: int) -> int:
   """Returns the feed-forward weights used per token, divided by D."""
+  dense = (3 if stack.mlp_gated else 2) * stack.mlp_width_of(layer)
   if not stack.experts or layer < stack.dense_layers:
-    return (3 if stack.mlp_gated else 2) * stack.mlp_width_of(layer)
+    return dense
   routed = stack.experts_per_token * stack.expert_width
   shared = stack.shared_expert_width
-  return 3 * (routed + shared) + stack.experts + stack.shared_expert_gate
+  experts = 3 * (routed + shared) + stack.experts + stack.shared_expert_gate
+  return experts + dense * stack.experts_beside_mlp
 
 
 def visible_pairs(

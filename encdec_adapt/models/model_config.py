@@ -27,6 +27,7 @@ _OF_EXPERTS = (
   'norm_topk',
   'shared_expert_width',
   'shared_expert_gate',
+  'experts_beside_mlp',
   'dense_layers',
 )
 
@@ -225,6 +226,11 @@ class StackConfig:
   )
   shared_expert_gate: bool = keys.key(
     False, 'Multiply the shared expert by a sigmoid of the token (Qwen 2 MoE).'
+  )
+  experts_beside_mlp: bool = keys.key(
+    False,
+    'Experts beside a feed-forward of mlp_width that every token takes, each'
+    ' with norms of its own (Gemma 4 26B-A4B).',
   )
   dense_layers: int = keys.key(
     0, 'First layers without experts (DeepSeek).', at_least=0

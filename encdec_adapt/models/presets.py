@@ -164,6 +164,15 @@ STACKS: Mapping[str, configs.StackConfig] = types.MappingProxyType(
       *(42, 2560, 10240, 8, 2), local=5, sharing_layers=18
     ),
     'gemma4_31b': _gemma4(60, 5376, 21504, 32, 16, global_kv_heads=4),
+    'gemma4_26b_a4b': _gemma4(
+      *(30, 2816, 2112, 16, 8),
+      global_kv_heads=2,
+      experts=128,
+      experts_per_token=8,
+      expert_mlp_width=704,
+      norm_topk=True,
+      experts_beside_mlp=True,
+    ),
     'llama2_7b': _llama2(32, 4096, 11008, 32, 32, 128),
     'llama2_70b': _llama2(80, 8192, 28672, 64, 8, 128),
     'llama3.2_1b': _llama3(16, 2048, 8192, 32, 8, 64, factor=32),

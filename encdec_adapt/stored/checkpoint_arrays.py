@@ -3,6 +3,7 @@
 `model_on_disk` opens the checkpoints.
 """
 
+import collections
 from collections.abc import Mapping
 import functools
 import math
@@ -20,7 +21,9 @@ _GROUP_BYTES = 128 << 20
 
 
 def open_arrays(
-  checkpoint: manager.Checkpoint, table: Mapping[str, parameters.ParamInfo]
+  checkpoint: manager.Checkpoint,
+  table: Mapping[str, parameters.ParamInfo],
+  groups: int = 1,
 ) -> dict[str, lazy_array.LazyArray]:
   """Returns the arrays of a checkpoint, restored lazily in groups.
 
@@ -29,6 +32,8 @@ def open_arrays(
   Args:
     checkpoint: the checkpoint; optimizer state is ignored.
     table: path of every parameter -> its shape.
+    groups: most groups in host memory; 2 for models whose exports join two
+      parameters in each tensor.
 
   Raises:
     UserError: the checkpoint has other parameters.
@@ -48,13 +53,15 @@ def open_arrays(
       group, size = [], 0
     group.append(name)
     group_of[name], size = group, size + nbytes
-  last: dict[str, np.ndarray] = {}
+  last: collections.deque[dict[str, np.ndarray]] = collections.deque()
 
   def read(name: str, index: tuple[slice, ...]) -> np.ndarray:
-    if name not in last:
-      last.clear()  # First, so that memory holds a single group.
-      last.update(folder.read(group_of[name]))
-    return last[name][index]
+    if not any(name in arrays for arrays in last):
+      if len(last) == groups:
+        last.popleft()  # First, so that memory holds no more.
+      last.append(folder.read(group_of[name]))
+    (array,) = (arrays[name] for arrays in last if name in arrays)
+    return array[index]
 
   return {
     path: lazy_array.LazyArray(

@@ -430,7 +430,10 @@ def _open_run(
   if adapters:
     table = adapters.table
   # Lazy: callers that need only the config never open the arrays.
-  trained = functools.partial(checkpoint_arrays.open_arrays, checkpoint, table)
+  joins = any(x.experts_beside_mlp for x in settings.model.stacks.values())
+  trained = functools.partial(
+    checkpoint_arrays.open_arrays, checkpoint, table, groups=1 + joins
+  )
   stored = StoredModel(
     path,
     settings.model,

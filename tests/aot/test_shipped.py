@@ -8,7 +8,7 @@ import pytest
 from encdec_adapt import config as config_lib
 from encdec_adapt import plan
 from encdec_adapt.cli import command
-from encdec_adapt.configs import gemma2, t5
+from encdec_adapt.configs import gemma2, gemma4, t5
 from encdec_adapt.planner import (
   analytic_estimate,
   calibration,
@@ -96,7 +96,9 @@ def test_the_rule_would_choose_the_policy_of_a_row(path):
 def test_every_planned_configuration_has_its_plan():
   found = [json.loads(path.read_text())['config'] for path in PATHS]
   wanted = [f'configs/gemma2.py:{argument}' for argument in gemma2.SHIPPED]
-  wanted += [f'configs/t5.py:{argument}' for argument in t5.SHIPPED]
+  for file in (gemma4, t5):
+    name = file.__name__.rpartition('.')[2]
+    wanted += [f'configs/{name}.py:{argument}' for argument in file.SHIPPED]
   assert sorted(found) == sorted(wanted)
 
 

@@ -15,7 +15,16 @@ transformers = pytest.importorskip('transformers')
 pytestmark = [pytest.mark.e2e, pytest.mark.parity, pytest.mark.long]
 
 
-@pytest.mark.parametrize('name', ['gemma4', 'gemma4_shared'])
+# Leaves of cross-attention that a pair has, and others that it has not: values
+# that are keys, and keys and values of an earlier layer.
+LEAVES = {
+  'gemma4': (('1/value', '2/key'), ('2/value',)),
+  'gemma4_shared': (('1/value', '6/query'), ('6/key',)),
+  'gemma4_experts': (('1/key', '2/value'), ('1/value',)),
+}
+
+
+@pytest.mark.parametrize('name', LEAVES)
 def test_a_pair_is_adapted_tuned_and_exported(name, tmp_path):
   folder, pair, run = (tmp_path / x for x in ('gemma4', 'pair', 'run'))
   tiny_models.save_tokenizer(folder, 'gemma')
@@ -25,6 +34,8 @@ def test_a_pair_is_adapted_tuned_and_exported(name, tmp_path):
   for heads in by_layer.values():  # Divisible over the mesh.
     heads['num_key_value_heads'] = 2
   fields = settings | {'num_key_value_heads': 4, 'per_layer_config': by_layer}
+  if name == 'gemma4_experts':
+    fields['num_experts'] = 4
   settings = transformers.Gemma4TextConfig(
     **fields
     | {
@@ -40,15 +51,12 @@ def test_a_pair_is_adapted_tuned_and_exported(name, tmp_path):
   flags = f'--encoder={folder}', f'--output={pair}', '--vocab_multiple=8'
   assert tiny.convert('adapt', *flags) == 0
   report = (pair / 'coverage.json').read_text()
-  leaf = 'decoder/layers/{}/cross_attention/{}'
-  assert leaf.format(1, 'value') in report
-  assert leaf.format(2, 'key') in report
-  if name == 'gemma4':
-    assert leaf.format(2, 'value') not in report  # Its values are keys.
-  else:
-    assert leaf.format(6, 'query') in report
-    assert leaf.format(6, 'key') not in report  # It reads those of layer 2.
-    assert "the encoder reads the decoder's second table" in report
+  for leaves, is_there in zip(LEAVES[name], (True, False), strict=True):
+    for leaf in leaves:
+      leaf = '/cross_attention/'.join(leaf.split('/'))
+      assert (f'decoder/layers/{leaf}' in report) == is_there, leaf
+  table = "the encoder reads the decoder's second table"
+  assert (table in report) == (name == 'gemma4_shared')
   scalars = read_scalars(pair)
   assert len({*np.ravel(scalars)}) > 1
 

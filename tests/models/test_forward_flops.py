@@ -174,6 +174,9 @@ def test_experts_count_where_a_token_takes_them():
   sparse = flops.stack_forward(_stack(layers=3, **experts), 10)
   # In two layers: two experts of 24, one of 8, a router to 4 and a gate.
   assert sparse - dense == 2 * 10 * 2 * 16 * (3 * (56 - 32) + 5)
+  experts['experts_beside_mlp'] = True
+  both = flops.stack_forward(_stack(layers=3, **experts), 10)
+  assert both - sparse == 2 * 10 * 2 * 16 * 3 * 32
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ def assert_exported_as(config, name):
     ('gemma3_12b', 10_759_155_456, 11_766_034_176, 'Gemma3ForCausalLM'),
     ('gemma4_e2b', 1_877_105_920, 4_628_569_344, 'Gemma4ForCausalLM'),
     ('gemma4_e4b', 3_973_352_448, 7_463_013_376, 'Gemma4ForCausalLM'),
+    ('gemma4_26b_a4b', 24_494_944_256, 25_233_141_760, 'Gemma4ForCausalLM'),
     ('gemma4_31b', 29_288_059_136, 30_697_345_280, 'Gemma4ForCausalLM'),
     ('llama2_7b', 6_476_271_616, 6_738_415_616, 'LlamaForCausalLM'),
     ('llama2_70b', 68_452_360_192, 68_976_648_192, 'LlamaForCausalLM'),

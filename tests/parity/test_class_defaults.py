@@ -112,7 +112,7 @@ def test_other_fields_of_gemma_4_by_layer_are_refused(by_layer):
 @pytest.mark.parametrize(
   'fields, words',
   [
-    ({'enable_moe_block': True}, 'experts beside a feed-forward'),
+    ({'enable_moe_block': True}, 'has no num_experts'),
     ({'use_bidirectional_attention': 'all'}, 'use_bidirectional_attention'),
     ({'num_kv_shared_layers': 6}, 'each kind of layer needs one with keys'),
     (

@@ -285,6 +285,32 @@ CASES: Mapping[str, Case] = {
     ),
     'keys and values of other layers, wider feed-forwards, a second table',
   ),
+  'gemma4_experts': Case(
+    'Gemma4ForCausalLM',
+    lambda: transformers.Gemma4TextConfig(
+      **SHAPE
+      | GEMMA4
+      | dict(num_hidden_layers=4, layer_types=_THREE[1:] * 2)
+      | dict(enable_moe_block=True, num_experts=5, top_k_experts=3)
+      | dict(moe_intermediate_size=24)
+    ),
+    'experts beside a feed-forward, scaled one by one',
+  ),
+  'gemma4_unified_images': Case(
+    'Gemma4UnifiedForConditionalGeneration',
+    lambda: transformers.Gemma4UnifiedConfig(
+      text_config={
+        **SHAPE,
+        **{k: v for k, v in GEMMA4.items() if 'per_layer' not in k},
+      },
+      vision_config=dict(mm_embed_dim=16, mm_posemb_size=8, patch_size=4),
+      audio_config=dict(audio_embed_dim=16),
+      image_token_id=VOCAB - 1,
+      audio_token_id=VOCAB - 2,
+      video_token_id=VOCAB - 3,
+    ),
+    'text of the 12B, with vision and audio parts',
+  ),
   'gemma4_images': Case(
     'Gemma4ForConditionalGeneration',
     gemma4_settings,
