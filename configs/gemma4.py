@@ -8,8 +8,8 @@
 `size` is a pair of e2b, e4b, 31b and 26b_a4b, `objective` that of
 configs/gemma2.py, which has the recipe: prefixlm, the default, distills and
 needs --config.teacher.checkpoint too. Both stacks read one second table in
-E2B-E2B and E4B-E4B. Cross-attention is copied, so that a stack whose keys are
-its values (31B, 26B-A4B) needs a partner of its own width.
+E2B-E2B and E4B-E4B. A decoder whose values are its keys (31B, 26B-A4B) needs an
+encoder of its own width.
 
 `topology` selects a row of `SHIPPED`:
 
@@ -28,7 +28,7 @@ from encdec_adapt.models import model_config, presets
 # By the arguments after the colon.
 SHIPPED = {
   'size=e2b_e2b,topology=h100:8': gemma2.ChipSettings(
-    replica=1, fsdp=8, save_every=50, microbatches=32, remat='dots'
+    replica=1, fsdp=8, save_every=50, microbatches=64, remat='dots'
   ),
   'size=31b_31b,topology=v5p:8x8x8': gemma2.ChipSettings(
     replica=8, fsdp=64, save_every=200, microbatches=1, remat='full'

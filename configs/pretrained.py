@@ -6,9 +6,10 @@
 
 adapts decoder-only models into an encoder-decoder, of the family `target`
 (t5gemma or t5gemma2) where one is given, whose sides keep their models'
-tokenizers. `teacher=MODEL` distills from a model of the decoder's vocabulary
-alone (config.loss.kind='distill'), as the paper does from the decoder's source.
-With `source=MODEL` in the place of `encoder` and `decoder`, the same model is
+tokenizers; the encoder may be one that was trained as one (BERT).
+`teacher=MODEL` distills from a model of the decoder's vocabulary alone
+(config.loss.kind='distill'), as the paper does from the decoder's source. With
+`source=MODEL` in the place of `encoder` and `decoder`, the same model is
 trained on. Each is a Hugging Face folder or a work directory; their configs are
 read here, so that config.model is theirs. The text has no default:
 `config.data.source` names it. Everything else is of configs/base.py, but for
@@ -57,9 +58,15 @@ def get_config(arg=None, **values):
     config.data.add_sentinels = choice.added_sentinels
   if model.architecture.encodes_prompt:
     config.data.objective = 'prefix_lm'
-    config.data.encoder_length = config.data.decoder_length = 1024
+    lengths = dict.fromkeys(('encoder', 'decoder'), 1024)
   else:
-    config.data.decoder_length = 2048
+    side = 'encoder' if model.architecture.is_encoder else 'decoder'
+    lengths = {'encoder': 0, 'decoder': 0, side: 2048}
+    if model.architecture.is_encoder:
+      config.data.objective = 'bert'
+  for side, length in lengths.items():
+    stack = model.stacks.get(side, model.decoder)
+    config.data[f'{side}_length'] = min(length, stack.positions.limit)
   config.train.steps = 10_000
   config.train.cross_attention_warmup = warmup
   config.evaluation.loss = 1000
@@ -106,8 +113,7 @@ def _model(args):
     return opened.model, 0, opened.vocabularies
   encoder = open_model(args['encoder'])
   decoder = open_model(args['decoder']) if args['decoder'] else encoder
-  for opened in (encoder, decoder):
-    model_on_disk.require_decoder_only(opened)
+  model_on_disk.require_sources(encoder, decoder)
   stacks = encoder.model.decoder, decoder.model.decoder
   balanced = stacks[0].width == stacks[1].width
   pair = config_json.pair_of(*stacks, target=args['target'])

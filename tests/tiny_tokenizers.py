@@ -48,20 +48,39 @@ TOKENIZER_CONFIG = {
   'gemma': {name[1:-1] + '_token': name for name in GEMMA[:4]},
   'gemma4': {name[1:-1] + '_token': name for name in GEMMA[:4]},
   'llama2': {'bos_token': '<s>', 'eos_token': '</s>', 'unk_token': '<unk>'},
+  'gpt2': dict.fromkeys(('bos_token', 'eos_token'), '<|endoftext|>'),
+  'bert': {'cls_token': '[CLS]', 'sep_token': '[SEP]', 'pad_token': '[PAD]'},
 }
+BERT = ['[PAD]', '[UNK]', '[CLS]', '[SEP]', '[MASK]']
 
 
 def make(family: str, texts: list[str], size: int) -> tokenizers.Tokenizer:
   """Trains a tokenizer.
 
   Args:
-    family: llama3, qwen, gemma, gemma4 or llama2.
+    family: llama3, qwen, gpt2, gemma, gemma4, llama2 or bert.
     texts: to train on.
     size: tokens before those that are added at the end.
   """
-  if family in ('llama3', 'qwen'):
+  if family in ('llama3', 'qwen', 'gpt2'):
     return _byte_level(family, texts, size)
+  if family == 'bert':
+    return _word_piece(texts, size)
   return _byte_fallback(family, texts, size)
+
+
+def _word_piece(texts, size):
+  tokenizer = tokenizers.Tokenizer(models.WordPiece(unk_token='[UNK]'))
+  tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+  tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+  tokenizer.decoder = decoders.WordPiece()
+  trainer = trainers.WordPieceTrainer(
+    vocab_size=size, special_tokens=BERT, show_progress=False
+  )
+  tokenizer.train_from_iterator(texts, trainer)
+  ends = [(name, tokenizer.token_to_id(name)) for name in ('[SEP]', '[CLS]')]
+  tokenizer.post_processor = processors.BertProcessing(*ends)
+  return tokenizer
 
 
 def _byte_level(family, texts, size):
@@ -82,11 +101,12 @@ def _byte_level(family, texts, size):
       vocab_size=size, initial_alphabet=alphabet, show_progress=False
     ),
   )
-  tokenizer.add_special_tokens(LLAMA3 if family == 'llama3' else QWEN)
+  specials = {'llama3': LLAMA3, 'qwen': QWEN, 'gpt2': QWEN[:1]}
+  tokenizer.add_special_tokens(specials[family])
   if family == 'qwen':
     tokenizer.add_tokens(['<tool_call>'])
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
-  else:
+  elif family == 'llama3':
     bos = '<|begin_of_text|>'
     tokenizer.post_processor = processors.Sequence(
       [

@@ -55,17 +55,19 @@ class FitTable:
   rows: int
 
   def apply(self, array: Array, xp: types.ModuleType) -> Array:
-    """Resizes a table [V, D]."""
+    """Resizes a table [V, D], or a bias of logits [V]."""
     new = self.vocabulary - self.tokens
     if not new:
       # Only padding changes: keep the stored rows and dtype.
       table = array[: self.rows]
-      return xp.pad(table, [(0, self.rows - table.shape[0]), (0, 0)])
+      others = [(0, 0)] * (table.ndim - 1)
+      return xp.pad(table, [(0, self.rows - table.shape[0]), *others])
     # Remove padding first, as it would bias the mean towards zero.
     table = array[: self.tokens]
     # bf16 cannot accumulate the rows of a vocabulary.
     mean = xp.mean(table, axis=0, keepdims=True, dtype=xp.float32)
-    padding = xp.zeros((self.rows - self.vocabulary, mean.shape[1]), xp.float32)
+    padding = self.rows - self.vocabulary
+    padding = xp.zeros((padding, *mean.shape[1:]), xp.float32)
     return xp.concatenate([table, xp.repeat(mean, new, axis=0), padding])
 
   def describe(self) -> str:

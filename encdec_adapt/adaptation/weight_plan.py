@@ -289,7 +289,8 @@ def _fill_of(
   # Self-attention's post-norm gains do not fit the outputs of fresh kernels.
   # The pre-norm is still copied: it normalizes the same states.
   if not copies_cross and 'post_cross_norm' in parts:
-    return post_norm
+    is_bias = parts[-1] == 'bias'
+    return coverage_lib.Fill('constant', value=0.0) if is_bias else post_norm
   # Cross-attention and its norms are copied from self-attention.
   source_parts = [block.CROSS.get(part, part) for part in parts[1:]]
   leaf, note = '/'.join([side.source_stack, *source_parts]), ''
@@ -299,7 +300,7 @@ def _fill_of(
   if leaf == side.head and leaf not in side.leaves:
     leaf, note = side.table, 'the source ties its head to it'
   elif source_parts[0] == 'embedder':
-    leaf = side.table.replace('table', source_parts[1])
+    leaf = side.table.replace('table', '/'.join(source_parts[1:]))
     if leaf.endswith('/eoi') and leaf not in side.leaves:
       leaf, note = side.table, 'the embedding of the token'
   elif source_parts == ['layer_inputs', 'table'] and leaf not in side.leaves:
@@ -319,7 +320,10 @@ def _transforms(
 ) -> tuple[transforms_lib.Transform, ...]:
   shape, source_shape = leaf.shape, side.leaves[fill.leaf].shape
   target, source = side.target, side.config
-  if fill.leaf.endswith('/table') and shape[-1:] == source_shape[-1:]:
+  is_bias = fill.leaf.endswith('/logits_bias')
+  if is_bias or (
+    fill.leaf.endswith('/table') and shape[-1:] == source_shape[-1:]
+  ):
     transforms = _table_transforms(name, side, source_shape[0])
     # After extending the table, as the token may be new.
     if name.endswith('/eoi'):
@@ -412,11 +416,15 @@ def _unused(
       reasons[name] = f'{counterpart} is drawn fresh'
     elif block.CROSS.keys() & {*parts}:
       reasons[name] = 'the target has no cross-attention'
-    elif encodes and name == side.head:
+    elif encodes and (
+      name == side.head or parts[0] in ('transform', 'embedding')
+    ):
       reasons[name] = 'an encoder has no head'
     elif encodes and '/'.join(parts).startswith(side.shared_parts):
       reasons[name] = "the encoder reads the decoder's table"
-    elif name == side.head and not side.target.head.predicts_tokens:
+    elif not side.target.head.predicts_tokens and (
+      name == side.head or parts[0] == 'transform'
+    ):
       reasons[name] = f'a head of {side.target.head.kind} predicts no tokens'
     elif name == side.head:
       raise errors.UserError(

@@ -66,9 +66,8 @@ def adapt_models(values: flags.FlagValues, _: list[str]) -> int:
     new_folder.require_free(values.output)
   names = [values.encoder] + ([values.decoder] if values.decoder else [])
   sources = [importing.open_model(name, values) for name in names]
-  for source in sources:
-    model_on_disk.require_decoder_only(source)
   encoder, decoder = sources[0], sources[-1]
+  model_on_disk.require_sources(encoder, decoder)
   target = _target(encoder.model.decoder, decoder.model.decoder, values)
   coverage = weight_plan.make_plan(
     target,

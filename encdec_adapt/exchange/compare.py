@@ -92,7 +92,7 @@ class _Leaves:
     array = self._arrays[leaf.path]
     value = np.asarray(array) if leaf.index is None else array[leaf.index]
     # The padding depends on the mesh; no token uses these rows.
-    if name.endswith('/table'):
+    if name.endswith(('/table', '/logits_bias')):
       value = value[: self._stacks[name.split('/')[0]].vocab_size]
     return value
 

@@ -144,6 +144,8 @@ def _resized(
     entry = _NewRows(copied, tuple(sorted(drawn)), text_ids)
     tables = ['embedder/table']
     tables += ['layer_inputs/table'] if stack.layer_input_width else []
+    if getattr(stack.head, 'transform', False):
+      tables.append('transform/logits_bias')
     for table in tables:
       if side == 'decoder' or not table.startswith(model.shared_parts):
         rows[f'{side}/{table}'] = entry
@@ -159,7 +161,7 @@ def _resized(
 def _with_rows(
   array: lazy_array.LazyArray, rows: int, new: _NewRows, seed: list[int]
 ) -> lazy_array.LazyArray:
-  """Returns a table [V, D] with new rows, in its dtype; the others pad it."""
+  """Returns a table [V, ..] with new rows, in its dtype; the others pad it."""
 
   def make() -> np.ndarray:
     old = np.asarray(array)
@@ -171,7 +173,7 @@ def _with_rows(
       text = old[new.text_ids].astype(np.float32)
       mean, deviation = text.mean(0, np.float64), text.std(0, np.float64)
       draws = np.random.default_rng(seed).standard_normal(
-        (len(new.drawn), len(mean))
+        (len(new.drawn), *mean.shape)
       )
       table[[*new.drawn]] = mean + deviation * draws
     return table

@@ -390,11 +390,15 @@ class LoadedModel:
       ValueError: the mask has the wrong shape.
     """
     tokens = _tokens(tokens, self.config.stacks[side].vocab_size, side)
+    model_config.check_positions(self.config, {side: tokens.shape[1]})
     # Foreign masks are integers or floats; nonzero is True.
     mask = jnp.asarray(True if mask is None else mask) != 0
     segments = jnp.broadcast_to(mask, tokens.shape).astype(jnp.int32)
     # Positions count padding, to agree with transformers on left-padded rows.
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    # Except in RoBERTa, whose positions count tokens only.
+    if self.config.stacks[side].positions.offset:
+      positions = jnp.maximum(jnp.cumsum(segments, axis=1) - 1, 0)
     return tokens, segments, positions
 
 

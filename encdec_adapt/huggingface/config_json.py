@@ -9,6 +9,7 @@ from encdec_adapt.base import errors, keys, saved_keys
 from encdec_adapt.huggingface import (
   class_defaults,
   families,
+  layer_norm_json,
   raw_fields,
   t5_json,
   torch_export,
@@ -108,12 +109,13 @@ def raw_from_model(
     raise errors.UserError(
       f'transformers has no class for this model, whose head is of kind {kind}.'
     )
-  if config.decoder.relative:
+  if config.decoder.relative or config.decoder.norm == 'layer':
+    module = t5_json if config.decoder.relative else layer_norm_json
     sizes = config.decoder.head.sizes(config.decoder.width)
     if not sizes:
-      return t5_json.raw_from_model(config)
+      return module.raw_from_model(config)
     plain = model_config.with_head(config, heads.Tokens())
-    raw, layout = t5_json.raw_from_model(plain)
+    raw, layout = module.raw_from_model(plain)
     return {**raw, 'matryoshka_dimensions': list(sizes)}, layout
   reasons = []
   for family in (PAIRS if is_pair else families.FAMILIES).values():
@@ -418,8 +420,9 @@ def model_from_raw(
     ):
       model = model_config.reward_model(model)
     return model, families.layout_of(family, stack)
-  if kind in t5_json.TYPES:
-    return t5_json.model_from_raw(raw, file)
+  for module in (t5_json, layer_norm_json):
+    if kind in module.TYPES:
+      return module.model_from_raw(raw, file)
   if kind not in PAIRS:
     reason = t5_json.UNSUPPORTED.get(kind, '')
     supported = [
@@ -427,6 +430,7 @@ def model_from_raw(
       *_WITH_TEXT,
       *PAIRS,
       *t5_json.TYPES,
+      *layer_norm_json.TYPES,
     ]
     raise errors.UserError(
       f'{file} has model_type {kind!r}; supported are {", ".join(supported)}'

@@ -1,4 +1,4 @@
-"""Files for loading an embedding model with `sentence_transformers`.
+"""Files of an embedding model for `sentence_transformers`.
 
 Besides config.json and weights, read by its Transformer module: a folder each
 for the modules for pooling, projections and normalisation, and the prompts.
@@ -6,19 +6,25 @@ Names and fields are from sentence-transformers 6.2.
 """
 
 from collections.abc import Mapping
+import json
 
 import numpy as np
 from safetensors import numpy as safetensors
 import tokenizers
 
-from encdec_adapt.files import atomic
-from encdec_adapt.models import model_config
+from encdec_adapt.base import errors
+from encdec_adapt.files import atomic, paths
+from encdec_adapt.models import heads, model_config
 from encdec_adapt.tokenizers import tokenizer_writer
 from encdec_adapt.tokenizers import vocabulary as vocabulary_lib
 
 _PROCESSOR = 'processor_config.json'
 PROMPTS = 'config_sentence_transformers.json'
 MODULES = 'modules.json'
+POOLING = '1_Pooling/config.json'
+TRANSFORMER = 'sentence_bert_config.json'
+_MODE = 'pooling_mode_'
+_PLAIN = ['Transformer', 'Pooling', 'Normalize']
 _CLASSES = 'sentence_transformers.models.'
 _POOLING = {'mean': 'mean_tokens', 'first': 'cls_token', 'last': 'lasttoken'}
 
@@ -39,8 +45,8 @@ def files(
   """
   head, content = stack.head, {}
   width = stack.width
-  pooling = {f'pooling_mode_{x}': False for x in _POOLING.values()}
-  pooling |= {f'pooling_mode_{_POOLING[head.pooling]}': True}
+  pooling = {f'{_MODE}{x}': False for x in _POOLING.values()}
+  pooling |= {f'{_MODE}{_POOLING[head.pooling]}': True}
   limit = {'max_seq_length': room} if room else {}
   parts = [
     ('Transformer', limit),
@@ -59,7 +65,7 @@ def files(
   for i, (name, fields) in enumerate(parts):
     # The first module is at the top of the folder, with config.json.
     path = f'{i}_{name}' if i else ''
-    file = f'{path}/config.json' if i else 'sentence_bert_config.json'
+    file = f'{path}/config.json' if i else TRANSFORMER
     content[file] = atomic.json_bytes(fields)
     module = {'idx': i, 'name': str(i), 'path': path}
     modules.append({**module, 'type': f'{_CLASSES}{name}'})
@@ -71,6 +77,66 @@ def files(
     {'prompts': dict(prompts), 'similarity_fn_name': 'cosine'}
   )
   return content
+
+
+def read_head(folder: paths.Path) -> heads.Embedding | None:
+  """Returns the head of a folder: a pooling, and normalised vectors.
+
+  Args:
+    folder: the folder.
+
+  Returns:
+    None if it is no folder of an embedding model, has other modules or another
+    pooling, or lowers the case of texts itself.
+
+  Raises:
+    UserError: a file is damaged.
+  """
+  if not (folder / MODULES).exists():
+    return None
+  try:
+    modules = json.loads((folder / MODULES).read_text())
+    kinds = [module['type'].rpartition('.')[2] for module in modules]
+  except (ValueError, TypeError, KeyError, AttributeError) as error:
+    raise atomic.damaged(folder / MODULES, str(error)) from error
+  if kinds != _PLAIN:
+    return None
+  fields, file = atomic.read_json(folder / POOLING), folder / TRANSFORMER
+  transformer = atomic.read_json(file) if file.exists() else {}
+  # From version 6 a field names the pooling; before, each had a field.
+  modes = {fields.get('pooling_mode', '')} | {
+    x.removeprefix(_MODE)
+    for x, used in fields.items()
+    if x.startswith(_MODE) and used
+  }
+  modes.discard('')
+  names = {name: ours for ours, x in _POOLING.items() for name in (x, ours)}
+  names['cls'] = 'first'
+  poolings = {names.get(mode) for mode in modes}
+  if (
+    len(poolings) != 1
+    or None in poolings
+    or not fields.get('include_prompt', True)
+    or transformer.get('do_lower_case')
+  ):
+    return None
+  sizes = atomic.read_json(folder / 'config.json').get('matryoshka_dimensions')
+  return heads.Embedding(*poolings, dimensions=tuple(sizes or ())[1:])
+
+
+def read_room(folder: paths.Path) -> int | None:
+  """Returns the most tokens of a text that its files allow, or None.
+
+  Raises:
+    UserError: the file is damaged, or the number is none.
+  """
+  file = folder / TRANSFORMER
+  room = atomic.read_json(file).get('max_seq_length') if file.exists() else None
+  if room is not None and (type(room) is not int or room < 1):
+    raise errors.UserError(
+      f'{file} has max_seq_length = {room!r}; it must be an integer above 0.'
+    )
+  return room
 
 
 def framed(content: bytes, vocabulary: vocabulary_lib.Vocabulary) -> bytes:

@@ -4,7 +4,6 @@ Supports the layouts of transformers and our native layout (`weights.NATIVE`).
 """
 
 from collections.abc import Callable, Mapping
-import functools
 import os
 from typing import Any
 
@@ -119,22 +118,19 @@ def _plan(
     )
     return tensor
 
-  def plan(name: str, found: list[weights.Weight]) -> lazy_array.LazyArray:
-    first, make_all = found[0], functools.partial(make, found[0])
-    shape = first.their_shape
-    if name != first.name:  # All experts, each with the rows of its kernels.
-      rows, columns = shape
-      experts = sum(weight.leaf == first.leaf for weight in found)
-      shape = experts, rows * (len(found) // experts), columns
+  def plan(name: str, parts: list[weights.Weight]) -> lazy_array.LazyArray:
+    shape = layout.shape_of(name, parts)
 
-      def make_all() -> np.ndarray:
-        tensor = np.empty(shape, dtype_of(first))
-        for number, weight in enumerate(found):
-          part, expert = divmod(number, experts)
-          tensor[expert, part * rows : (part + 1) * rows] = make(weight)
-        return tensor
+    def make_all() -> np.ndarray:
+      if name == parts[0].name:
+        return make(parts[0])
+      tensor = np.empty(shape, dtype_of(parts[0]))
+      pieces = layout.pieces(name, shape)
+      for weight in parts:
+        tensor[pieces[weight.name]] = make(weight)
+      return tensor
 
-    return lazy_array.LazyArray.in_full(shape, dtype_of(first), make_all)
+    return lazy_array.LazyArray.in_full(shape, dtype_of(parts[0]), make_all)
 
   # By path: `params` may stack layers in one array, and a checkpoint caches
   # only the last array read. Another order would read it once per layer.
@@ -145,4 +141,4 @@ def _plan(
   tensors: dict[str, list[weights.Weight]] = {}
   for weight in order:
     tensors.setdefault(layout.written(weight.name), []).append(weight)
-  return {name: plan(name, found) for name, found in tensors.items()}
+  return {name: plan(name, parts) for name, parts in tensors.items()}

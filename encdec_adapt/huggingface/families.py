@@ -6,7 +6,7 @@ read in the spelling of transformers 4 and 5, and written in the spelling of 5.
 Source of names and rules: transformers 5.24, `configuration_<family>.py`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 from typing import Any
 
@@ -34,7 +34,7 @@ _COMMON = {
 # Derived from other sizes if absent, as in old Llama files.
 _OPTIONAL = ('num_key_value_heads', 'head_dim')
 _SLIDING, _FULL = 'sliding_attention', 'full_attention'
-_KINDS = {_SLIDING: 'local', _FULL: 'global'}
+KINDS = {_SLIDING: 'local', _FULL: 'global'}
 _ACTIVATIONS = {'gelu_pytorch_tanh': 'gelu_tanh', 'silu': 'silu'}
 _CAPS = {'attention_softcap', 'final_softcap'}  # null for none.
 _FLOATS = {'norm_eps', 'query_scale', *_CAPS}
@@ -441,7 +441,7 @@ def raw_from_stack(
   raw['model_type'] = family.model_type
   activations = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}
   raw[family.activation] = activations.get(stack.activation, stack.activation)
-  kinds = {ours: theirs for theirs, ours in _KINDS.items()}
+  kinds = {ours: theirs for theirs, ours in KINDS.items()}
   raw['layer_types'] = [kinds[stack.layer_kind(i)] for i in range(stack.layers)]
   local = 'local' in stack.pattern
   raw['sliding_window'] = stack.window if local else None
@@ -554,18 +554,25 @@ def _pattern(
     raise errors.UserError(
       f'{file} lists {len(named)} layer_types for {layers} layers.'
     )
-  unknown = sorted(set(named) - set(_KINDS))
+  unknown = sorted(set(named) - set(KINDS))
   if unknown:
     raise errors.UserError(
       f'{file} has layers of type {unknown[0]!r}; supported are'
-      f' {", ".join(_KINDS)}.'
+      f' {", ".join(KINDS)}.'
     )
-  kinds = [_KINDS[named[i % len(named)]] for i in range(layers)]
+  kinds = pattern_of([named[i % len(named)] for i in range(layers)])
   if 'local' in kinds and not raw.get('sliding_window'):
     raise errors.UserError(
       f'{file} has sliding_attention layers and no sliding_window.'
     )
+  return kinds
+
+
+def pattern_of(named: Sequence[str]) -> tuple[model_config.LayerKind, ...]:
+  """Returns our pattern of the kinds of all layers, as files name them."""
+  kinds = [KINDS[name] for name in named]
   # Shortest period: the model scans over periods, so a longer pattern compiles
   # more layers, and equal models must have equal configs.
-  period = next(p for p in range(1, layers + 1) if kinds[p:] == kinds[:-p])
+  periods = range(1, len(kinds) + 1)
+  period = next(p for p in periods if kinds[p:] == kinds[:-p])
   return tuple(kinds[:period])

@@ -22,7 +22,10 @@ from encdec_adapt.huggingface import (
 from encdec_adapt.models import layer_leaves, model_config, parameters
 
 # Buffers, not weights, in exports of old transformers versions.
-_BUFFERS = ('.rotary_emb.inv_freq',)
+_BUFFERS = (
+  *('.rotary_emb.inv_freq', '.attn.bias', '.attn.masked_bias'),
+  'embeddings.position_ids',
+)
 _FLOATS = ('bfloat16', 'float16', 'float32', 'float64')
 _THREADS = 4  # Layers read at a time: copying releases the GIL.
 
@@ -34,12 +37,12 @@ class _Piece:
   Attributes:
     tensor: name of the stored tensor.
     shape: shape of the piece.
-    index: expert and its rows in a tensor of all experts; else None.
+    index: its place in a fused tensor; else None.
   """
 
   tensor: str
   shape: tuple[int, ...]
-  index: tuple[int, slice] | None
+  index: weights.Index | None
 
 
 # Our leaf -> its weights, each with its stored pieces: the first, and copies,
@@ -215,7 +218,9 @@ def _require_fits(
   weight: weights.Weight, piece: _Piece, info: tensor_folder.TensorInfo
 ) -> None:
   if piece.shape != weight.their_shape:
-    per_expert = ' per expert' if piece.index else ''
+    per_expert = ''
+    if piece.index:
+      per_expert = ' per expert' if isinstance(piece.index[0], int) else ' each'
     raise errors.UserError(
       f'{piece.tensor} in {info.file} has shape'
       f' {list(piece.shape)}{per_expert}; its config.json requires'
@@ -241,7 +246,11 @@ def _pieces(
     for canonical, index in indices.items():
       shape = info.shape
       if index is not None:
-        shape = (index[1].stop - index[1].start, *shape[2:])
+        shape = tuple(
+          len(range(*i.indices(size)))
+          for i, size in zip(index, shape, strict=True)
+          if isinstance(i, slice)
+        )
       pieces.setdefault(canonical, []).append(_Piece(name, shape, index))
   # Without the main tensor, its copy is read.
   for copy, original in weights.copies(config, layout).items():

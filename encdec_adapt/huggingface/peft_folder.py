@@ -75,6 +75,13 @@ def files(
   Raises:
     UserError: PEFT would compute another function.
   """
+  if layout.inputs_first or adapters.model.decoder.head.modules[-1:] == (
+    'transform',
+  ):
+    raise errors.UserError(
+      'PEFT folders of GPT-2 and of masked language models are not written;'
+      ' export the merged model.'
+    )
   options, tensors = adapters.options, {}
   modules = {True: set(), False: set()}  # By whether they are fully trained.
   for name, slot in _slots(adapters, layout).items():
@@ -217,7 +224,8 @@ def _weights(
 ) -> Iterator[tuple[weights.Weight, layer_leaves.Leaf]]:
   leaves = layer_leaves.leaves_of(model)
   for weight in weights.weights(model, layout).values():
-    if weight.part is None:
+    is_module = layout.written(weight.name) == weight.name
+    if weight.part is None and is_module:
       yield weight, leaves[weight.leaf]
 
 

@@ -49,15 +49,24 @@ _FIELDS = (
     shared_expert_intermediate_size original_max_position_embeddings d_model
     d_kv d_ff num_heads relative_attention_num_buckets
     relative_attention_max_distance global_head_dim
-    num_global_key_value_heads top_k_experts""",
+    num_global_key_value_heads top_k_experts n_positions n_embd n_head
+    n_inner max_position_embeddings local_attention
+    global_attn_every_n_layers""",
   ),
   # Each layer costs host memory and compile time before any array exists.
-  (_integer(1, 10_000), 'num_hidden_layers num_layers num_decoder_layers'),
+  (
+    _integer(1, 10_000),
+    'num_hidden_layers num_layers num_decoder_layers n_layer',
+  ),
   # Qwen 2 MoE writes a window of 0 for none.
-  (_integer(0), 'sliding_window max_window_layers eoi_token_index'),
+  (
+    _integer(0),
+    'sliding_window max_window_layers eoi_token_index type_vocab_size',
+  ),
   (
     (_is_above_0, 'a number above 0'),
-    """rms_norm_eps layer_norm_epsilon query_pre_attn_scalar
+    """rms_norm_eps layer_norm_epsilon layer_norm_eps norm_eps global_rope_theta
+    local_rope_theta query_pre_attn_scalar
     final_logit_softcapping attn_logit_softcapping rope_theta
     rope_local_base_freq factor low_freq_factor high_freq_factor
     partial_rotary_factor""",
@@ -66,7 +75,9 @@ _FIELDS = (
     _instance(bool, 'true or false'),
     """attention_bias tie_word_embeddings qkv_bias norm_topk_prob mlp_bias
     use_sliding_window scale_decoder_outputs attention_k_eq_v
-    enable_moe_block""",
+    enable_moe_block scale_attn_weights scale_attn_by_inverse_layer_idx
+    reorder_and_upcast_attn add_cross_attention is_decoder norm_bias
+    decoder_bias classifier_bias""",
   ),
   (
     (
@@ -77,13 +88,14 @@ _FIELDS = (
   ),
   (
     _instance(str, 'a string'),
-    'model_type hidden_act hidden_activation rope_type type feed_forward_proj',
+    'model_type hidden_act hidden_activation rope_type type feed_forward_proj'
+    ' activation_function position_embedding_type',
   ),
   (
     _instance(Mapping, 'an object'),
     f'{_ROPE} {" ".join(_KINDS)} per_layer_config',
   ),
-  (_list_of(str, 'strings'), 'layer_types'),
+  (_list_of(str, 'strings'), 'layer_types architectures'),
   (_list_of(int, 'integers'), 'mlp_only_layers'),
 )
 _RULES: Mapping[str, _Rule] = {
@@ -93,10 +105,11 @@ _RULES: Mapping[str, _Rule] = {
 _NULLABLE = frozenset(
   f"""{_ROPE} num_decoder_layers num_key_value_heads head_dim sliding_window
   sliding_window_pattern eoi_token_index num_experts moe_intermediate_size
-  num_global_key_value_heads top_k_experts
+  num_global_key_value_heads top_k_experts n_inner
   per_layer_config final_logit_softcapping
   attn_logit_softcapping use_bidirectional_attention layer_types
-  mlp_only_layers sliding_attention hidden_activation""".split()
+  mlp_only_layers sliding_attention hidden_activation architectures
+  """.split()
 )
 
 

@@ -89,14 +89,14 @@ class TensorFolder:
       raise atomic.cannot_read(error.filename or folder, error) from error
 
   def read(
-    self, name: str, index: tuple[int, slice] | None = None
+    self, name: str, index: tuple[int | slice, ...] | None = None
   ) -> np.ndarray:
-    """Reads a tensor, or a range of rows of a matrix in a stack of matrices.
+    """Reads a tensor or a part of it.
 
     Args:
       name: a name in `tensors`.
-      index: index into the first axis and range of the second, to read only
-        this part; None reads the whole tensor.
+      index: an index or range of each axis, to read only this part; None reads
+        the whole tensor.
 
     Returns:
       An array in the stored dtype.
@@ -213,15 +213,18 @@ def _sparse_copy(
 
 
 def _read_range(
-  info: TensorInfo, index: tuple[int, slice] | None
+  info: TensorInfo, index: tuple[int | slice, ...] | None
 ) -> np.ndarray:
-  shape = info.shape if index is None else info.shape[1:]
+  shape, offset, index = info.shape, info.offset, index or ()
+  if index and isinstance(index[0], int):  # Only this matrix of a stack.
+    shape = shape[1:]
+    offset += index[0] * math.prod(shape) * info.dtype.itemsize
+    index = index[1:]
   nbytes = math.prod(shape) * info.dtype.itemsize
-  offset = info.offset + (index[0] * nbytes if index else 0)
   # An empty byte range is no valid request.
   data = paths.read_range(info.file, offset, nbytes) if nbytes else b''
   array = np.frombuffer(data, info.dtype).reshape(shape)
-  return array if index is None else array[index[1]]
+  return array[index]
 
 
 def _tensors(folder: paths.Path, single: str) -> dict[str, TensorInfo]:

@@ -5,12 +5,12 @@ tensor name. Our parameter table alone decides whether a model has a leaf (a
 bias, a norm).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 import functools
 import math
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,6 +18,8 @@ from encdec_adapt.base import errors
 from encdec_adapt.models import heads, layer_leaves, model_config
 
 _SUFFIXES = {'': 'weight', '_bias': 'bias'}
+_ENDS = _SUFFIXES.items()
+_NORM = (('scale', 'weight'), ('bias', 'bias'))  # Of LayerNorm.
 _ATTENTION = {
   # Their names are the initials of ours.
   f'{name}{suffix}': f'{name[0]}_proj.{their_suffix}'
@@ -36,7 +38,7 @@ _EXPERT = '{}'
 # head_dim), other leaves none.
 _KERNELS = frozenset(
   'query key value gate up down router shared_gate relative_bias'
-  ' projection'.split()
+  ' projection dense'.split()
 )
 
 
@@ -120,6 +122,27 @@ T5GEMMA = _layer(
 )
 
 
+Index = tuple[int | slice, ...]
+
+
+class Fused(NamedTuple):
+  """A tensor in which several weights are concatenated.
+
+  Attributes:
+    parts: suffixes of the names of the weights; with a placeholder for the
+      expert, of all experts, whose number is the first index of the tensor.
+    axis: axis along which they are concatenated.
+  """
+
+  parts: tuple[str, ...]
+  axis: int
+
+  @property
+  def per_expert(self) -> bool:
+    """Whether the tensor has the weights of all experts."""
+    return _EXPERT in self.parts[0]
+
+
 @dataclasses.dataclass(frozen=True)
 class Layout:
   """Tensor names of a family.
@@ -133,6 +156,8 @@ class Layout:
     layers: prefix of a layer's index.
     norm: name of a stack's final norm, without prefix.
     bias: name of a stack's relative position bias, without prefix.
+    leaves: our leaf outside of layers -> their name, for leaves that the other
+      fields do not name.
     head_by_value: whether a head is tied unless a tensor different from the
       table is stored, whatever config.json says.
     ignored: name prefixes of tensors unread by the class, or of towers.
@@ -140,10 +165,10 @@ class Layout:
     modules: prefix used here -> prefix of the module in memory, if different.
     copies: name of a second copy of a tensor, from some writers -> name used by
       its class.
-    fused: suffix of a tensor of all experts, the form of transformers 5 in
-      memory and in some files -> suffixes of the tensors concatenated in it per
-      expert.
+    fused: suffix of a tensor -> the weights in it. Of experts, the form of
+      transformers 5 in memory and in some files.
     writes_fused: whether files are written in this form.
+    inputs_first: whether kernels are stored as [in, out] (GPT-2).
     native: whether this is our native layout, with empty tables, our shapes,
       and names of our leaves with '.' for '/'.
   """
@@ -156,13 +181,15 @@ class Layout:
   layers: str = 'layers.'
   norm: str = 'norm.weight'
   bias: str | None = None
+  leaves: Mapping[str, str] = dataclasses.field(default_factory=dict)
   head_by_value: bool = False
   ignored: tuple[str, ...] = ()
   aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
   modules: Mapping[str, str] = dataclasses.field(default_factory=dict)
   copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
-  fused: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+  fused: Mapping[str, Fused] = dataclasses.field(default_factory=dict)
   writes_fused: bool = False
+  inputs_first: bool = False
   native: bool = False
 
   def canonical(self, name: str) -> str:
@@ -180,7 +207,7 @@ class Layout:
 
   def pieces(
     self, name: str, shape: tuple[int, ...]
-  ) -> Mapping[str, tuple[int, slice] | None]:
+  ) -> Mapping[str, Index | None]:
     """Returns the tensors in a stored tensor.
 
     Args:
@@ -188,39 +215,60 @@ class Layout:
       shape: stored shape.
 
     Returns:
-      Name -> (expert, rows), or None for the whole tensor.
+      Name -> its index in the tensor, or None for the whole tensor.
     """
-    for end, parts in self.fused.items():
-      # Other shapes stay whole, and are refused as unknown tensors.
-      if name.endswith(end) and len(shape) == 3 and not shape[1] % len(parts):
-        start, rows = name.removesuffix(end), shape[1] // len(parts)
-        return {
-          start + part.replace(_EXPERT, str(number)): (
-            number,
-            slice(i * rows, (i + 1) * rows),
-          )
-          for number in range(shape[0])
-          for i, part in enumerate(parts)
-        }
+    for end, fused in self.fused.items():
+      dimensions = (3,) if fused.per_expert else (1, 2)
+      if not name.endswith(end) or len(shape) not in dimensions:
+        continue
+      size, remainder = divmod(shape[fused.axis], len(fused.parts))
+      if remainder:  # Refused as an unknown tensor.
+        continue
+      start, pieces = name.removesuffix(end), {}
+      for i, part in enumerate(fused.parts):
+        index: list[int | slice] = [slice(None)] * len(shape)
+        index[fused.axis] = slice(i * size, (i + 1) * size)
+        for x in range(shape[0]) if fused.per_expert else (slice(None),):
+          # An expert is the first index; other tensors keep theirs.
+          first = (x, *index[1:]) if fused.per_expert else index
+          pieces[start + part.replace(_EXPERT, str(x))] = tuple(first)
+      return pieces
     return {name: None}
 
   def written(self, name: str) -> str:
     """Returns the name of the tensor that a weight is written in."""
-    for end, parts in self.fused.items() if self.writes_fused else ():
-      for part in parts:
+    for end, fused in self.fused.items() if self.writes_fused else ():
+      for part in fused.parts:
         pattern = re.escape(part).replace(re.escape(_EXPERT), r'\d+')
         if match := re.search(f'{pattern}$', name):
           return name[: match.start()] + end
     return name
 
+  def shape_of(self, name: str, parts: Sequence['Weight']) -> tuple[int, ...]:
+    """Returns the shape of a written tensor.
+
+    Args:
+      name: its name.
+      parts: the weights in it.
+    """
+    shape = list(parts[0].their_shape)
+    if name == parts[0].name:
+      return tuple(shape)
+    end = next(end for end in self.fused if name.endswith(end))
+    fused = self.fused[end]
+    if fused.per_expert:
+      shape.insert(0, len(parts) // len(fused.parts))
+    shape[fused.axis] *= len(fused.parts)
+    return tuple(shape)
+
 
 def _fused(
   layer: Mapping[str, str], prefix: str = 'mlp.'
-) -> Mapping[str, tuple[str, ...]]:
+) -> Mapping[str, Fused]:
   gate, up, down = (layer[f'experts/{x}'] for x in ('gate', 'up', 'down'))
   return {
-    f'{prefix}experts.gate_up_proj': (gate, up),
-    f'{prefix}experts.down_proj': (down,),
+    f'{prefix}experts.gate_up_proj': Fused((gate, up), 1),
+    f'{prefix}experts.down_proj': Fused((down,), 1),
   }
 
 
@@ -347,6 +395,141 @@ def t5_layout(*, gated: bool, pair: bool) -> Layout:
   )
 
 
+def _layer_norm_table(
+  kernels: Mapping[str, str], norms: Mapping[str, str]
+) -> dict[str, str]:
+  """Returns a layer's table with biases everywhere: our module -> theirs."""
+  return {
+    **{f'{x}{s}': f'{y}.{t}' for x, y in kernels.items() for s, t in _ENDS},
+    **{f'{x}/{s}': f'{y}.{t}' for x, y in norms.items() for s, t in _NORM},
+  }
+
+
+_QUERY_KEY_VALUE = 'query', 'key', 'value'
+_GPT2 = _layer_norm_table(
+  {
+    # Files have queries, keys and values in one tensor.
+    **{f'attention/{x}': f'attn.{x}' for x in _QUERY_KEY_VALUE},
+    'attention/output': 'attn.c_proj',
+    'mlp/up': 'mlp.c_fc',
+    'mlp/down': 'mlp.c_proj',
+  },
+  {'pre_attention_norm': 'ln_1', 'pre_mlp_norm': 'ln_2'},
+)
+_BERT = _layer_norm_table(
+  {
+    **{f'attention/{x}': f'attention.self.{x}' for x in _QUERY_KEY_VALUE},
+    'attention/output': 'attention.output.dense',
+    'mlp/up': 'intermediate.dense',
+    'mlp/down': 'output.dense',
+  },
+  {
+    'post_attention_norm': 'attention.output.LayerNorm',
+    'post_mlp_norm': 'output.LayerNorm',
+  },
+)
+DECODER_ONLY_GPT2 = Layout(
+  layer=_GPT2,
+  stacks={'decoder': 'transformer.'},
+  embedder={'decoder': 'transformer.wte.'},
+  head='lm_head.weight',
+  layers='h.',
+  norm='ln_f.weight',
+  leaves={
+    'embedder/positions': 'transformer.wpe.weight',
+    'final_norm/bias': 'transformer.ln_f.bias',
+  },
+  # The first files lack the prefix.
+  aliases={r'^(wte|wpe|h|ln_f)\.': r'transformer.\1.'},
+  fused={
+    f'attn.c_attn.{end}': Fused(
+      tuple(f'attn.{x}.{end}' for x in _QUERY_KEY_VALUE), -1
+    )
+    for end in ('weight', 'bias')
+  },
+  writes_fused=True,
+  inputs_first=True,
+)
+
+
+@functools.cache
+def bert_layout(
+  prefix: str, transform: str, dense: str, norm: str, bias: str
+) -> Layout:
+  """Returns the tensor names of BERT or RoBERTa.
+
+  Args:
+    prefix: of the encoder, in files with a head: 'bert.'; else empty.
+    transform: of the head.
+    dense: of its layer, after `transform`.
+    norm: of its norm, after `transform`.
+    bias: name of the bias of the logits.
+  """
+  embeddings = f'{prefix}embeddings.'
+  decoder = f'{bias.removesuffix("bias")}decoder.'
+  return Layout(
+    layer=_BERT,
+    stacks={'decoder': prefix},
+    embedder={'decoder': f'{embeddings}word_embeddings.'},
+    head=f'{decoder}weight',
+    layers='encoder.layer.',
+    leaves={
+      'embedder/positions': f'{embeddings}position_embeddings.weight',
+      'embedder/types': f'{embeddings}token_type_embeddings.weight',
+      **{f'embedder/norm/{s}': f'{embeddings}LayerNorm.{t}' for s, t in _NORM},
+      **{f'transform/dense{s}': f'{transform}{dense}.{t}' for s, t in _ENDS},
+      **{f'transform/norm/{s}': f'{transform}{norm}.{t}' for s, t in _NORM},
+      'transform/logits_bias': bias,
+    },
+    aliases={r'LayerNorm\.gamma$': 'LayerNorm.weight'}
+    | {r'LayerNorm\.beta$': 'LayerNorm.bias'},
+    copies={f'{decoder}bias': bias},
+    # The vector of the first token, for the next sentence.
+    ignored=(f'{prefix}pooler.', 'cls.seq_relationship.'),
+  )
+
+
+_MODERN_BERT = {
+  'pre_attention_norm/scale': 'attn_norm.weight',
+  'pre_mlp_norm/scale': 'mlp_norm.weight',
+  # Files have queries, keys and values in one tensor, and gate and up.
+  **{f'attention/{x}': f'attn.{x}.weight' for x in _QUERY_KEY_VALUE},
+  'attention/output': 'attn.Wo.weight',
+  **{f'mlp/{x}': f'mlp.{x}.weight' for x in ('gate', 'up')},
+  'mlp/down': 'mlp.Wo.weight',
+}
+
+
+@functools.cache
+def modern_bert_layout(prefix: str) -> Layout:
+  """Returns the tensor names of ModernBERT.
+
+  Args:
+    prefix: of the encoder, in files with a head: 'model.'; else empty.
+  """
+  embeddings = f'{prefix}embeddings.'
+  return Layout(
+    layer=_MODERN_BERT,
+    stacks={'decoder': prefix},
+    embedder={'decoder': f'{embeddings}tok_embeddings.'},
+    head='decoder.weight',
+    norm='final_norm.weight',
+    leaves={
+      'embedder/norm/scale': f'{embeddings}norm.weight',
+      'transform/dense': 'head.dense.weight',
+      'transform/norm/scale': 'head.norm.weight',
+      'transform/logits_bias': 'decoder.bias',
+    },
+    fused={
+      'attn.Wqkv.weight': Fused(
+        tuple(f'attn.{x}.weight' for x in _QUERY_KEY_VALUE), 0
+      ),
+      'mlp.Wi.weight': Fused(('mlp.gate.weight', 'mlp.up.weight'), 0),
+    },
+    writes_fused=True,
+  )
+
+
 NATIVE = Layout(layer={}, stacks={}, embedder={}, head='', native=True)
 
 
@@ -361,6 +544,7 @@ class Weight:
     rows: number of rows of a table without padding; None for other leaves.
     native: whether the tensor has our leaf's shape.
     part: index of an expert on our leaf's first axis; None for the whole leaf.
+    inputs_first: whether a kernel is stored as [in, out].
   """
 
   name: str
@@ -369,29 +553,32 @@ class Weight:
   rows: int | None = None
   native: bool = False
   part: int | None = None
+  inputs_first: bool = False
 
   @property
   def their_shape(self) -> tuple[int, ...]:
     """Shape of the tensor: [out, in] for a kernel, heads flattened."""
     if self.rows is not None:
-      return (self.rows, self.shape[1])
+      return (self.rows, *self.shape[1:])
     if self.native:
       return self.shape
     if not (inputs := self._inputs):
       return (math.prod(self.shape),)
-    return math.prod(self.shape[inputs:]), math.prod(self.shape[:inputs])
+    sizes = math.prod(self.shape[inputs:]), math.prod(self.shape[:inputs])
+    return sizes[::-1] if self.inputs_first else sizes
 
   def to_ours(self, tensor: np.ndarray) -> np.ndarray:
     """Returns our leaf as a view of the tensor; tables lack padding."""
     if self.rows is not None:
       return tensor
-    return (tensor.T if self._inputs else tensor).reshape(self.shape)
+    is_turned = self._inputs and not self.inputs_first
+    return (tensor.T if is_turned else tensor).reshape(self.shape)
 
   def to_theirs(self, leaf: np.ndarray) -> np.ndarray:
     """Returns the tensor from our leaf, a view if possible."""
     if self.rows is not None:
       return leaf[: self.rows]
-    if not self._inputs:
+    if not self._inputs or self.inputs_first:
       return leaf.reshape(self.their_shape)
     return leaf.reshape(self.their_shape[::-1]).T
 
@@ -424,6 +611,14 @@ def weights(
   }
 
 
+def joined(config: model_config.ModelConfig) -> int:
+  """Returns the most parameters that a tensor of its class joins."""
+  stack = config.decoder
+  if stack.norm == 'layer':  # GPT-2 and ModernBERT: queries, keys and values.
+    return 3
+  return 1 + stack.experts_beside_mlp
+
+
 def copies(
   config: model_config.ModelConfig, layout: Layout
 ) -> Mapping[str, str]:
@@ -454,13 +649,19 @@ def _weights(
     known = dict.fromkeys(('embedder', 'layer_inputs'), sizes.vocab_size)
     known['head'] = sizes.outputs
     rows = known.get(part)
+  elif inner in (['positions'], ['types']):
+    rows = shape[0]
+  elif inner == ['logits_bias']:
+    rows = config.stacks[stack].vocab_size
   if layout.native:
     yield Weight(leaf.replace('/', '.'), leaf, shape, rows, native=True)
     return
   if part == 'embedding':  # Stored in separate files (`embedding_files`).
     return
-  name = None
-  if part == 'layers':
+  name, path = None, '/'.join([part, *inner])
+  if path in layout.leaves:
+    name = layout.leaves[path]
+  elif part == 'layers':
     number, *inner = inner
     table = (stack == 'encoder' and layout.encoder) or layout.layer
     if theirs := table.get('/'.join(inner)):
@@ -483,7 +684,8 @@ def _weights(
       ' --layout=encdec_adapt instead.'
     )
   if _EXPERT not in name:
-    yield Weight(name, leaf, shape, rows)
+    first = layout.inputs_first
+    yield Weight(name, leaf, shape, rows, inputs_first=first)
     return
   for expert in range(shape[0]):
     tensor = name.replace(_EXPERT, str(expert))

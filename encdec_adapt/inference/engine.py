@@ -202,7 +202,8 @@ class Engine:
     self._use('')
     rows_of_table = model.config.decoder.vocab_size
     self.vocab_size = min(ids.vocab_size or rows_of_table, rows_of_table)
-    self._architecture = model.architecture
+    self._architecture, stacks = model.architecture, model.config.stacks
+    self._positions = {name: x.positions.limit for name, x in stacks.items()}
     self._prompt_size = model.config.prompt_reader.vocab_size
     self._queue: collections.deque[tuple[int, Request]] = collections.deque()
     self._active: list[_Active | None] = [None] * rows
@@ -502,6 +503,13 @@ class Engine:
       self._architecture.positions(len(request.tokens), request.max_tokens)
       for request in requests
     ]
+    for side, learned in self._positions.items():
+      longest = max(stacks.get(side, 0) for stacks in positions)
+      if longest > learned:
+        raise errors.UserError(
+          f'the request needs {longest} positions in the {side}, which has'
+          f' {learned} learned ones; shorten it, or lower max_tokens.'
+        )
     size = lengths.Size(
       max(stacks['decoder'] for stacks in positions),
       max(stacks.get('encoder', 0) for stacks in positions),

@@ -20,7 +20,8 @@ The parameter tree consists of nested dicts of float32 arrays:
     BLOCK without, final_norm/scale, and head/table if untied; before layers
     with experts lead/layer_j/BLOCK; for layers that share keys and values
     sharing_blocks and sharing_tail, like blocks and tail; with a second table
-    layer_inputs/{table, projection, scale}
+    layer_inputs/{table, projection, scale}; of BERT embedder/{positions, types,
+    norm} and transform, of GPT-2 embedder/positions
   BLOCK: see `block.Block`
 
 Only `layers_index` maps layer numbers to leaves.

@@ -340,7 +340,7 @@ def _names(path: str) -> frozenset[str]:
   stack, *_, leaf = path.split('/')
   module = path.split('/')[-2]
   names = {stack, leaf, _PARTS.get(module, module)}
-  if module.endswith('_norm') or leaf.endswith('_norm'):
+  if module.endswith('norm') or leaf.endswith('_norm'):
     names.add('norms')
   if path.endswith('/layer_inputs/table'):
     names.add('embeddings')

@@ -210,7 +210,7 @@ class SelfAttention(_Attention):
     Args:
       x: normalised states; with a cache, copies of one token's states.
       rotation: cosines and sines of the positions (`rope.angles`); None in
-        stacks with relative positions.
+        stacks with other positions.
       mask: mask over the keys of `x`, or over the cache's entries.
       cached: entries of earlier tokens, or None.
       slot: cache slot for the token of each row.
@@ -240,7 +240,7 @@ class SelfAttention(_Attention):
     if rotation is not None:
       q = rope.rotate(q, *rotation)
       entries = entries.replace(key=rope.rotate(entries.key, *rotation))
-    elif bias is None:
+    elif bias is None and self.config.relative:
       bias = self.bias
     source = entries
     # Writes the cache before reading it: the mask includes the token's own key.

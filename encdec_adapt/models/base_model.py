@@ -77,6 +77,23 @@ class BaseModel:
     module = self.config.decoder.head.module or 'embedder'
     return kernel_forms.dense(params['decoder'][module]['table'])
 
+  def projection(
+    self, params: Params, hidden: Float[Array, 'B T D']
+  ) -> tuple[Float[Array, 'B T J'], Float[Array, 'V J']]:
+    """Returns states and a table whose products are the logits.
+
+    A bias of the logits is a column of the table, and a 1 in each state.
+    """
+    table, config = self.head(params), self.config.decoder
+    if 'transform' not in config.head.modules:
+      return hidden, table
+    transform = params['decoder']['transform']
+    hidden = layers.Transform(config).apply({'params': transform}, hidden)
+    bias = transform['logits_bias'][:, None]
+    table = jnp.concatenate([table, bias.astype(table.dtype)], axis=1)
+    ones = jnp.ones((*hidden.shape[:2], 1), hidden.dtype)
+    return jnp.concatenate([hidden, ones], axis=2), table
+
   def logits(
     self, params: Params, hidden: Float[Array, 'B T D']
   ) -> Float[Array, 'B T vocab']:
@@ -86,9 +103,8 @@ class BaseModel:
     never materialises the logits of all positions.
     """
     cfg = self.config.decoder
-    return layers.logits(
-      self.head(params), hidden, cfg.outputs, cfg.final_softcap
-    )
+    hidden, table = self.projection(params, hidden)
+    return layers.logits(table, hidden, cfg.outputs, cfg.final_softcap)
 
   def init_cache(
     self, batch: int, length: int, source: int = 0

@@ -35,7 +35,7 @@ class Context:
 
   Attributes:
     rotations: cosines and sines of the positions (`rope.angles`) by kind of
-      layer; None in stacks with relative positions.
+      layer; None in stacks with other positions.
     masks: MaskSpec of self-attention by kind of layer; in merged attention
       the last keys are the encoder's.
     bias: relative position bias shared by all layers, or None.
@@ -69,7 +69,8 @@ class Block(nn.Module):
   """Self-attention, optional cross-attention, and feed-forward.
 
   Each adds post_norm(f(pre_norm(x))) to the residual stream, or f(pre_norm(x))
-  in stacks without post-norms. Dropout applies to these updates, as in T5Gemma
+  in stacks without post-norms; with norms after the sum, the stream becomes
+  post_norm(x + f(x)). Dropout applies to these updates, as in T5Gemma
   (transformers, modeling_t5gemma.py). A layer scalar multiplies the sum
   (Gemma 4).
 
@@ -80,6 +81,7 @@ class Block(nn.Module):
     sparse: whether its feed-forward has experts.
     mlp_width: width of its feed-forward that every token takes.
     shares: whether it reads the keys and values in `Context.shared`.
+    normed: whether it has a norm before attention.
   """
 
   config: model_config.StackConfig
@@ -88,6 +90,7 @@ class Block(nn.Module):
   sparse: bool = False
   mlp_width: int = 0
   shares: bool = False
+  normed: bool = True
 
   @nn.compact
   def __call__(
@@ -101,14 +104,18 @@ class Block(nn.Module):
     cfg, compute = self.config.of_kind(self.kind), self.compute
 
     def norm(name: str, x):
-      return layers.RMSNorm(cfg, name=name)(x)
+      return layers.Norm(cfg, name=name)(x)
+
+    def pre_norm(name: str, x):
+      return x if cfg.norms_after_sum else norm(name, x)
 
     def add(x, update, post_norm):
       if cfg.post_norms:
         update = norm(post_norm, update)
       # After the post-norm, which would cancel the factor 1 / (1 - rate).
-      update = layers.dropout(update, context.dropout)
-      return partition.shard(x + update, 'batch', 'length', 'act_embed')
+      x = x + layers.dropout(update, context.dropout)
+      x = norm(post_norm, x) if cfg.norms_after_sum else x
+      return partition.shard(x, 'batch', 'length', 'act_embed')
 
     reads_encoder = cfg.reads_encoder(self.kind)
     memory = context.encoded if reads_encoder and cfg.cross_merged else None
@@ -124,7 +131,7 @@ class Block(nn.Module):
       cfg, compute, cfg.width, self.shares, name='attention'
     )
     y, entries, read = attend(
-      norm('pre_attention_norm', x),
+      pre_norm('pre_attention_norm', x) if self.normed else x,
       context.rotations[self.kind],
       context.masks[self.kind],
       cached,
@@ -141,7 +148,7 @@ class Block(nn.Module):
         cfg, compute, cfg.cross_width, self.shares, name='cross_attention'
       )
       y, cross_read = cross(
-        norm('pre_cross_norm', x),
+        pre_norm('pre_cross_norm', x),
         context.encoded,
         context.cross_mask,
         cross_cached,
@@ -149,7 +156,7 @@ class Block(nn.Module):
       )
       x = add(x, y, 'post_cross_norm')
 
-    y = norm('pre_mlp_norm', x)
+    y = pre_norm('pre_mlp_norm', x)
     is_beside = self.sparse and cfg.experts_beside_mlp
     if self.sparse:
       experts = expert_layer.Experts(cfg, compute.dtype, name='experts')

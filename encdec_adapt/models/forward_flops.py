@@ -16,7 +16,8 @@ positions:
   the window in a local layer, T * S in cross-attention; a prefix decoder adds
   S (S - 1) / 2 pairs among its inputs to the causal pairs;
 - logits: 2 D V per position with logits: the targets or, with
-  `loss.on_inputs`, all positions.
+  `loss.on_inputs`, all positions. The layer before BERT's table is not
+  counted.
 
 A training step is 3 forward passes (the backward pass costs two), an evaluation
 step is 1. A decoding step is a forward pass of a token per row over the keys of

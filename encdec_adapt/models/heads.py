@@ -82,6 +82,8 @@ class Tokens(Head):
   Attributes:
     tied: whether the embedding table is also the output table.
     scaled: whether to multiply states by 1 / sqrt(width) first (T5).
+    transform: whether states pass a layer and a norm first, and logits have a
+      bias (BERT).
   """
 
   kind: str = dataclasses.field(default='tokens', init=False)
@@ -90,11 +92,17 @@ class Tokens(Head):
 
   tied: bool = True
   scaled: bool = False
+  transform: bool = False
 
   @property
   def module(self) -> str:
     """Module of the output table; '' if tied."""
     return '' if self.tied else 'head'
+
+  @property
+  def modules(self) -> tuple[str, ...]:
+    """Names of its modules in the stack."""
+    return *super().modules, *('transform',) * self.transform
 
   def outputs(self, vocab_size: int) -> int:
     """Returns the vocabulary size."""

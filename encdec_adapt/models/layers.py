@@ -1,4 +1,4 @@
-"""Modules without attention: RMSNorm, embedding table, MLP.
+"""Modules without attention: norms, embedding tables, MLP, heads.
 
 Initialisation of all models: kernels are truncated normal with variance
 1 / fan-in, so that projections keep unit variance (about the 0.02 of Hugging
@@ -82,13 +82,16 @@ def norm(
   config: model_config.StackConfig,
   x: Float[Array, '*L D'],
   scale: Float[Array, 'D'] | None,
+  bias: Float[Array, 'D'] | None = None,
 ) -> Float[Array, '*L D']:
-  """Applies the stack's RMSNorm over the last axis; None for no gain."""
+  """Applies the stack's norm over the last axis; None for no gain or bias."""
+  if config.norm == 'layer':
+    return norms.layer_norm(x, scale, bias, config.norm_eps)
   return norms.rms_norm(x, scale, config.norm_eps, gain=config.norm_gain)
 
 
-class RMSNorm(nn.Module):
-  """Root-mean-square norm of the residual stream."""
+class Norm(nn.Module):
+  """RMSNorm or LayerNorm of the residual stream."""
 
   config: model_config.StackConfig
 
@@ -96,7 +99,11 @@ class RMSNorm(nn.Module):
   def __call__(self, x: Float[Array, 'B L D']) -> Float[Array, 'B L D']:
     init = gain_init(self.config, 'embed')
     scale = self.param('scale', init, (self.config.width,), jnp.float32)
-    return norm(self.config, x, scale)
+    bias = None
+    if self.config.norm_bias:
+      init = bias_init('embed')
+      bias = self.param('bias', init, (self.config.width,), jnp.float32)
+    return norm(self.config, x, scale, bias)
 
 
 class LayerScalar(nn.Module):
@@ -130,8 +137,13 @@ class Embedder(nn.Module):
   dtype: str
 
   @nn.compact
-  def __call__(self, tokens: Int[Array, 'B L']) -> Float[Array, 'B L D']:
-    """Looks up rows of the table, times sqrt(D) if the stack scales them."""
+  def __call__(
+    self, tokens: Int[Array, 'B L'], positions: Int[Array, 'B L']
+  ) -> Float[Array, 'B L D']:
+    """Looks up rows of the table, times sqrt(D) if the stack scales them.
+
+    Learned positions are added; those beyond the last have its vector.
+    """
     cfg = self.config
     std = 1.0 if cfg.relative else cfg.width**-0.5
     table = make_table(self, cfg, cfg.vocab_size, std)
@@ -146,6 +158,19 @@ class Embedder(nn.Module):
       vector = self.param('eoi', init, (cfg.width,), jnp.float32)
       is_eoi = (tokens == cfg.eoi_token)[..., None]
       x = jnp.where(is_eoi, vector.astype(self.dtype), x)
+    init = nn.with_logical_partitioning(
+      nn.initializers.normal(0.02), ('buckets', 'table_embed')
+    )
+    # In the order of BERT, whose sums in bfloat16 depend on it.
+    if cfg.token_types:
+      types = self.param('types', init, (cfg.token_types, cfg.width))
+      x = x + types[0].astype(self.dtype)
+    if rows := cfg.positions.rows:
+      vectors = self.param('positions', init, (rows, cfg.width))
+      rows = positions + cfg.positions.offset
+      x = x + jnp.take(vectors.astype(self.dtype), rows, 0, mode='clip')
+    if cfg.embedding_norm:
+      x = Norm(cfg, name='norm')(x)
     return partition.shard(x, 'batch', 'length', 'act_embed')
 
 
@@ -219,6 +244,34 @@ class Head(nn.Module):
     return make_table(self, cfg, cfg.outputs, cfg.width**-0.5)
 
 
+class Transform(nn.Module):
+  """Layer and norm between the states and the table of a masked LM (BERT).
+
+  Also declares the bias of the logits, for `base_model.BaseModel.projection`.
+  """
+
+  config: model_config.StackConfig
+
+  @nn.compact
+  def __call__(
+    self, x: Float[Array, 'B L D'] | None = None
+  ) -> Float[Array, 'B L D'] | None:
+    """Transforms states; without them only declares the parameters."""
+    cfg, axes = self.config, ('embed', 'table_embed')
+    shape = cfg.width, cfg.width
+    kernel = declare(self, 'dense', kernel_init(axes, 0, 1), shape)
+    bias = None
+    if cfg.mlp_bias:
+      bias = self.param('dense_bias', bias_init('table_embed'), shape[1:])
+    self.param('logits_bias', bias_init('vocab'), (cfg.table_rows,))
+    normalise = Norm(cfg, name='norm')
+    if x is None:  # Flax declares parameters at the first call.
+      normalise(jnp.zeros((1, 1, cfg.width)))
+      return None
+    x = project(x, kernel, bias, axes=axes)
+    return normalise(activations.ACTIVATIONS[cfg.activation](x))
+
+
 class EmbeddingHead(nn.Module):
   """Declares projections and temperature for `embedding_head.vectors`."""
 
@@ -238,8 +291,8 @@ class EmbeddingHead(nn.Module):
       self.param('log_temperature', init, (1,), jnp.float32)
 
 
-# By `heads.Head.module`.
-HEADS = {'head': Head, 'embedding': EmbeddingHead}
+# By `heads.Head.modules`.
+HEADS = {'head': Head, 'embedding': EmbeddingHead, 'transform': Transform}
 
 
 def make_table(

@@ -4,6 +4,7 @@ A decoder-only model is a single stack, an encoder-decoder two stacks that may
 differ in every field. Modules of layers import this module.
 """
 
+from collections.abc import Mapping
 import dataclasses
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -131,14 +132,23 @@ class StackConfig:
     above=0,
     none=0.0,
   )
+  norm: Literal['rms', 'layer'] = keys.key(
+    'rms',
+    "Norms: 'rms', or 'layer', which subtract the mean (BERT, GPT-2).",
+    one_of=('rms', 'layer'),
+  )
+  norm_bias: bool = keys.key(False, "Biases of norms 'layer' (BERT, GPT-2).")
+  first_norm: bool = keys.key(
+    True, 'A norm before the attention of layer 0 (ModernBERT has none).'
+  )
   norm_eps: float = keys.key(
-    1e-6, 'Epsilon inside the square root of RMSNorm.', above=0
+    1e-6, 'Epsilon inside the square root of norms.', above=0
   )
   norm_gain: Literal['one_plus', 'direct', 'direct_fp32'] = keys.key(
     'one_plus',
-    "RMSNorm gain: 'one_plus' (Gemma 1 to 3: 1 + scale, in float32), 'direct'"
+    "Gain of norms: 'one_plus' (Gemma 1 to 3: 1 + scale, in float32), 'direct'"
     " (Llama, Qwen: scale, in the dtype of the activations) or 'direct_fp32'"
-    ' (Gemma 4: scale, in float32).',
+    " (Gemma 4, and every norm 'layer': scale, in float32).",
     one_of=('one_plus', 'direct', 'direct_fp32'),
   )
   post_norms: bool = keys.key(
@@ -146,6 +156,18 @@ class StackConfig:
   )
   qk_norm: bool = keys.key(
     False, 'RMSNorm of queries and keys before rotation (Gemma 3, Qwen 3).'
+  )
+  norms_after_sum: bool = keys.key(
+    False,
+    'Normalise x + f(x) in each layer, not the input of f; without a final norm'
+    ' (BERT).',
+  )
+  embedding_norm: bool = keys.key(False, 'A norm of the embeddings (BERT).')
+  token_types: int = keys.key(
+    0,
+    'Vectors of token types, the first of which is added to all embeddings'
+    ' (BERT); 0 for none.',
+    at_least=0,
   )
   value_norm: bool = keys.key(
     False, 'RMSNorm of values, without gain (Gemma 4).'
@@ -183,11 +205,11 @@ class StackConfig:
     'Multiply the states after each layer by a frozen scalar, copied from the'
     ' source (Gemma 4).',
   )
-  activation: Literal['gelu_tanh', 'silu', 'relu'] = keys.key(
+  activation: Literal['gelu_tanh', 'gelu', 'silu', 'relu'] = keys.key(
     'gelu_tanh',
-    "Activation of the feed-forward: 'gelu_tanh', 'silu' (Llama, Qwen) or"
-    " 'relu' (T5).",
-    one_of=('gelu_tanh', 'silu', 'relu'),
+    "Activation of the feed-forward: 'gelu_tanh', 'gelu' (BERT), 'silu' (Llama,"
+    " Qwen) or 'relu' (T5).",
+    one_of=('gelu_tanh', 'gelu', 'silu', 'relu'),
   )
   mlp_gated: bool = keys.key(
     True,
@@ -244,8 +266,36 @@ class StackConfig:
           f'heads ({self.heads}) is not a multiple of {name} ({count}); choose'
           f' {name} that divides heads.'
         )
-    if self.relative:
-      self._check_relative()
+    if self.norm_bias and self.norm != 'layer':
+      raise errors.UserError(
+        f"norm_bias is set with norm {self.norm!r}; set norm to 'layer'."
+      )
+    if self.norm == 'layer' and self.norm_gain != 'direct_fp32':
+      raise errors.UserError(
+        f"norm is 'layer' with norm_gain {self.norm_gain!r}; set norm_gain to"
+        " 'direct_fp32'."
+      )
+    if self.norms_after_sum and not self.first_norm:
+      raise errors.UserError(
+        'first_norm is False with norms_after_sum, which have none before'
+        ' attention; set it to True.'
+      )
+    if self.norms_after_sum and self.post_norms:
+      raise errors.UserError(
+        'norms_after_sum and post_norms are set, and norms have one place;'
+        ' clear one of them.'
+      )
+    kind = self.positions.kind
+    default, values = keys.defaults(type(self)), keys.values_of(self)
+    for name in () if kind == 'rotary' else _OF_ROTARY:
+      if values[name] != default[name]:
+        raise errors.UserError(
+          f'{name} is {values[name]} with positions.kind {kind!r}, which'
+          ' rotates nothing; leave its default, or set positions.kind to'
+          " 'rotary'."
+        )
+    if kind != 'rotary':
+      self._check_without_rotation()
     else:
       for name in ('head_dim', 'global_head_dim'):
         if (size := getattr(self, name)) % 2:
@@ -291,22 +341,14 @@ class StackConfig:
     self.head.sizes(self.width)  # Checks them.
     self._check_experts()
 
-  def _check_relative(self) -> None:
+  def _check_without_rotation(self) -> None:
     kind = self.positions.kind
-    default, values = keys.defaults(type(self)), keys.values_of(self)
-    for name in _OF_ROTARY:
-      if values[name] != default[name]:
-        raise errors.UserError(
-          f'{name} is {values[name]} with positions.kind {kind!r}, which'
-          ' rotates nothing; leave its default, or set positions.kind to'
-          " 'rotary'."
-        )
     if self.sharing_layers:
       raise errors.UserError(
-        f'sharing_layers is {self.sharing_layers} with positions.kind {kind!r},'
-        ' whose bias belongs to a layer; set it to 0.'
+        f'sharing_layers is {self.sharing_layers} with positions.kind {kind!r};'
+        ' layers that share need rotary positions. Set it to 0.'
       )
-    if self.attention_softcap is not None:
+    if self.relative and self.attention_softcap is not None:
       raise errors.UserError(
         f'attention_softcap is {self.attention_softcap} with positions.kind'
         f' {kind!r}; set it to 0, as the bias is added to scores without a cap.'
@@ -354,8 +396,9 @@ class StackConfig:
 
   @property
   def relative(self) -> relative_bias.Positions | None:
-    """The relative position bias; None for rotary positions."""
-    return None if self.positions.kind == 'rotary' else self.positions
+    """The relative position bias; None for other positions."""
+    kinds = 'relative', 'relative_each'
+    return self.positions if self.positions.kind in kinds else None
 
   @property
   def owning(self) -> int:
@@ -364,21 +407,22 @@ class StackConfig:
 
   @property
   def groups(self) -> tuple[Group, ...]:
-    """The layers in order: leading dense layers, repeats of the pattern, rest.
+    """The layers in order: leading ones, repeats of the pattern, rest.
 
-    If layers share keys and values, the last pattern before them is in 'tail':
-    a scan would stack the keys and values of all repeats. The layers that
-    share are repeats and a rest of their own.
+    Layers without experts lead, and one without its first norm. If layers share
+    keys and values, the last pattern before them is in 'tail': a scan would
+    stack the keys and values of all repeats. The layers that share are repeats
+    and a rest of their own.
     """
     period, groups = len(self.pattern), []
 
     def kinds(start: int, stop: int) -> tuple[LayerKind, ...]:
       return tuple(map(self.layer_kind, range(start, stop)))
 
-    if dense := self.dense_layers:
-      groups.append(Group('lead', 0, kinds(0, dense)))
+    if lead := max(self.dense_layers, not self.first_norm):
+      groups.append(Group('lead', 0, kinds(0, lead)))
     for names, start, stop in (
-      (('blocks', 'tail'), dense, self.owning),
+      (('blocks', 'tail'), lead, self.owning),
       (('sharing_blocks', 'sharing_tail'), self.owning, self.layers),
     ):
       shares = start == self.owning
@@ -510,8 +554,12 @@ class EncoderDecoderConfig:
         f" {self.decoder.pattern} and cross_layers 'global'."
       )
     if self.shared_table:
-      for name in ('width', 'vocab_size', 'vocab_multiple', 'eoi_token'):
+      names = ['width', 'vocab_size', 'vocab_multiple', 'eoi_token', 'norm']
+      # All that an embedder has.
+      for name in (*names, 'embedding_norm', 'token_types', 'positions'):
         ours, theirs = (getattr(s, name) for s in self.stacks.values())
+        if name == 'positions':
+          ours, theirs = (x.rows for x in (ours, theirs))
         if ours != theirs:
           raise errors.UserError(
             f'a shared embedding table needs equal {name}; the encoder has'
@@ -607,6 +655,28 @@ def t5gemma2(
     cross_merged=True,
     **options,
   )
+
+
+def check_positions(
+  config: ModelConfig, lengths: Mapping[str, int], remedy: str = 'shorten them'
+) -> None:
+  """Checks that rows fit the learned positions of a model.
+
+  Args:
+    config: the model.
+    lengths: stack -> tokens that it reads.
+    remedy: what to do, the end of the message.
+
+  Raises:
+    UserError: they do not; names the stack and both numbers.
+  """
+  for name, length in lengths.items():
+    limit = config.stacks[name].positions.limit
+    if length > limit:
+      raise errors.UserError(
+        f'rows have {length} tokens for the {name}, which has {limit} learned'
+        f' positions (config.model.{name}.positions); {remedy}.'
+      )
 
 
 def without_cross_attention(decoder: StackConfig) -> DecoderOnlyConfig:

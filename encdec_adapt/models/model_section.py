@@ -31,6 +31,11 @@ class HeadSection:
   scaled: bool = keys.key(
     False, 'tokens: multiply states by 1 / sqrt(width) before (T5).'
   )
+  transform: bool = keys.key(
+    False,
+    'tokens: a layer and a norm before the table, and a bias of the logits'
+    ' (BERT).',
+  )
   labels: int = keys.key(
     0, 'labels: their number, that of the objective.', at_least=0
   )

@@ -55,6 +55,7 @@ class _Group(nn.Module):
         sparse=cfg.experts > 0 and number >= cfg.dense_layers,
         mlp_width=cfg.mlp_width_of(number),
         shares=group.shares,
+        normed=cfg.first_norm or number > 0,
         name=name,
       )
       x, updated[name], read[kind] = layer(
@@ -148,7 +149,7 @@ class Stack(nn.Module):
     )
 
     embedder = layers.Embedder(cfg, self.compute.dtype, name='embedder')
-    x, inputs = embedder(tokens), None
+    x, inputs = embedder(tokens, positions), None
     if cfg.layer_input_width:
       make = layers.LayerInputs(cfg, self.compute.dtype, name='layer_inputs')
       inputs = make(tokens, x)  # [B, L, N, J]
@@ -174,7 +175,8 @@ class Stack(nn.Module):
       )
       if name == 'tail':  # Sharing layers follow.
         context = context.replace(shared=read)
-    x = layers.RMSNorm(cfg, name='final_norm')(x)
+    if not cfg.norms_after_sum:
+      x = layers.Norm(cfg, name='final_norm')(x)
     if copies > 1:
       x = x[:, :1]
     if isinstance(cfg.head, heads.Tokens) and cfg.head.scaled:
@@ -234,7 +236,7 @@ def _rotation(
   positions: jax.Array,
   dtype,
 ) -> tuple[jax.Array, jax.Array] | None:
-  if config.relative:
+  if config.positions.kind != 'rotary':
     return None
   theta, scaling = config.rope_theta, config.rope_scaling
   # Gemma 3 scales only global layers: distances in local layers stay below the

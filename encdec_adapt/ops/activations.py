@@ -47,6 +47,29 @@ gelu_tanh.defvjp(_gelu_and_derivative, _backward)
 
 
 @jax.custom_vjp
+def gelu(x: Float[Array, '*shape']) -> Float[Array, '*shape']:
+  """Applies GeLU (BERT); fp32 and backward pass as in `gelu_tanh`.
+
+  Args:
+    x: any shape, any float dtype.
+
+  Returns:
+    `x Phi(x)` in the dtype of `x`, Phi the normal distribution function.
+  """
+  return _exact_gelu_and_derivative(x)[0]
+
+
+def _exact_gelu_and_derivative(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+  x32 = x.astype(jnp.float32)
+  gate = jax.scipy.stats.norm.cdf(x32)
+  derivative = gate + x32 * jax.scipy.stats.norm.pdf(x32)
+  return (x32 * gate).astype(x.dtype), derivative.astype(x.dtype)
+
+
+gelu.defvjp(_exact_gelu_and_derivative, _backward)
+
+
+@jax.custom_vjp
 def silu(x: Float[Array, '*shape']) -> Float[Array, '*shape']:
   """Applies SiLU (Llama, Qwen); fp32 and backward pass as in `gelu_tanh`.
 
@@ -91,7 +114,7 @@ relu.defvjp(_relu_and_derivative, _backward)
 
 # Feed-forward activations by name.
 ACTIVATIONS = types.MappingProxyType(
-  {'gelu_tanh': gelu_tanh, 'silu': silu, 'relu': relu}
+  {'gelu_tanh': gelu_tanh, 'gelu': gelu, 'silu': silu, 'relu': relu}
 )
 
 

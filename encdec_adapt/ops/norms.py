@@ -5,6 +5,32 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 
+def layer_norm(
+  x: Float[Array, '*L D'],
+  scale: Float[Array, 'D'] | None,
+  bias: Float[Array, 'D'] | None,
+  eps: float,
+) -> Float[Array, '*L D']:
+  """Applies LayerNorm in fp32 (arXiv:1607.06450, section 3).
+
+  Args:
+    x: activations in any float dtype.
+    scale: the gain; None for no gain.
+    bias: added after the gain; None for none.
+    eps: term added to the variance, inside the square root.
+
+  Returns:
+    Normalised activations in the dtype of `x`.
+  """
+  x32 = x.astype(jnp.float32)
+  x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
+  variance = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
+  normal = x32 * jax.lax.rsqrt(variance + eps)
+  normal = normal if scale is None else normal * scale.astype(jnp.float32)
+  normal = normal if bias is None else normal + bias.astype(jnp.float32)
+  return normal.astype(x.dtype)
+
+
 def rms_norm(
   x: Float[Array, '*L D'],
   scale: Float[Array, 'D'] | None,

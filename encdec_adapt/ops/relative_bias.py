@@ -1,4 +1,4 @@
-"""Relative position bias of T5 (Raffel et al., arXiv:1910.10683, section 2.1).
+"""Positions of a stack, and the relative bias of T5 (arXiv:1910.10683, 2.1).
 
 A learned scalar per head and bucket of distances is added to the scores. It is
 computed from positions for the current queries, so chunked attention never
@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from encdec_adapt.base import errors, keys
 from encdec_adapt.ops import masks, products
 
-KINDS = ('rotary', 'relative', 'relative_each')
+KINDS = ('rotary', 'relative', 'relative_each', 'learned')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +28,8 @@ class Positions:
     'rotary',
     "Positions in self-attention: 'rotary'; or a bias of the scores by buckets"
     " of distances, 'relative', one table for all layers (T5), or"
-    " 'relative_each', a table for each (UMT5). A relative stack has T5's"
+    " 'relative_each', a table for each (UMT5); or 'learned', a vector for each"
+    " position, added to the embeddings (GPT-2). A relative stack has T5's"
     ' initial values.',
     one_of=KINDS,
   )
@@ -41,15 +42,33 @@ class Positions:
   distance: int = keys.key(
     128, 'Distance from which on all are in the last bucket.', at_least=1
   )
+  rows: int = keys.key(
+    0, "'learned': vectors of positions, at least 1.", at_least=0
+  )
+  offset: int = keys.key(
+    0, "'learned': vectors before that of position 0 (RoBERTa: 2).", at_least=0
+  )
 
   def __post_init__(self):
     keys.check(self, 'positions.')
+    is_learned = self.kind == 'learned'
+    if self.rows <= self.offset if is_learned else self.rows + self.offset:
+      raise errors.UserError(
+        f'positions.rows is {self.rows} and positions.offset {self.offset} with'
+        f' positions.kind {self.kind!r}; set rows to the longest row plus the'
+        " offset with 'learned', else both to 0."
+      )
     if self.buckets % 2 or self.distance <= self.buckets // 2:
       raise errors.UserError(
         f'positions.buckets is {self.buckets} and positions.distance'
         f' {self.distance}; the buckets must be even, and the distance above'
         ' half of them.'
       )
+
+  @property
+  def limit(self) -> int | float:
+    """Number of positions that can be read; infinity unless learned."""
+    return self.rows - self.offset if self.rows else math.inf
 
 
 @flax.struct.dataclass

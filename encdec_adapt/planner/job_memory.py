@@ -62,6 +62,7 @@ def describe(settings: config_lib.Settings) -> str:
   }
   job = programs.Job.of('train', settings, platform, mesh, frozen=frozen)
   setup.check_batches(settings.train, job.lengths, mesh, settings.rules)
+  setup.check_positions(settings.recipe.model, job.lengths)
   program = job.program()
   rows = [row for row in program.rows() if row.part == 'parameters']
   lines = [layout_report.text(rows)]

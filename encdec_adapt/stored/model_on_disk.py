@@ -29,6 +29,7 @@ from encdec_adapt.huggingface import (
   folder,
   tensor_folder,
   vision,
+  weights,
 )
 from encdec_adapt.models import adapters as adapters_lib
 from encdec_adapt.models import heads, model_config, parameters
@@ -60,6 +61,8 @@ _FILES = (
   tensor_folder.INDEX,
   embedding_files.PROMPTS,
   embedding_files.MODULES,
+  embedding_files.POOLING,
+  embedding_files.TRANSFORMER,
   *vision.PROCESSORS,
   *TOKENIZERS,
 )
@@ -294,9 +297,10 @@ def open_model(
       names = (choice.decoder, choice.encoder)
       names = (x.replace(str(path), given.rstrip('/')) for x in names)
       choice = vocabulary_pair.Choice(*names)
-    stored = StoredModel(
-      path, source.config, choice, source.arrays, unused=unused
-    )
+    model, head = source.config, embedding_files.read_head(path)
+    if head and model.architecture.is_encoder:
+      model = model_config.prompt_model(model, head)
+    stored = StoredModel(path, model, choice, source.arrays, unused=unused)
   else:
     stored = _open_run(path, step, settings)
   model = with_window(stored.model, encoder_window, name)
@@ -430,9 +434,11 @@ def _open_run(
   if adapters:
     table = adapters.table
   # Lazy: callers that need only the config never open the arrays.
-  joins = any(x.experts_beside_mlp for x in settings.model.stacks.values())
   trained = functools.partial(
-    checkpoint_arrays.open_arrays, checkpoint, table, groups=1 + joins
+    checkpoint_arrays.open_arrays,
+    checkpoint,
+    table,
+    groups=weights.joined(settings.model),
   )
   stored = StoredModel(
     path,
@@ -620,33 +626,42 @@ def with_outside(
   return dataclasses.replace(coverage, outside=outside)
 
 
-def require_decoder_only(source: StoredModel) -> None:
-  """Checks that the source of an adaptation is decoder-only.
+def require_sources(encoder: StoredModel, decoder: StoredModel) -> None:
+  """Checks that a pair can be made of two models.
+
+  Args:
+    encoder: source of the encoder, a decoder or an encoder-only model.
+    decoder: source of the decoder; may be the same.
 
   Raises:
-    UserError: it is not.
+    UserError: one has two stacks, or the second is encoder-only.
   """
-  if source.model.architecture.has_encoder:
-    raise errors.UserError(
-      f'{source.path} is a model of kind {source.model.architecture.name};'
-      ' adaptation starts from decoder-only models.'
-    )
+  for source, side in ((encoder, 'encoder'), (decoder, 'decoder')):
+    architecture = source.model.architecture
+    if architecture.encodes_prompt or (
+      side == 'decoder' and architecture.has_encoder
+    ):
+      raise errors.UserError(
+        f'{source.path} is a model of kind {architecture.name}; the {side} of a'
+        ' pair is made of a decoder-only model'
+        + (' or an encoder-only one.' if side == 'encoder' else '.')
+      )
 
 
 def require_head(stored: StoredModel) -> None:
   """Checks that a model was read with its head.
 
   Raises:
-    UserError: it is a `sentence_transformers` folder, which is read without its
-      head.
+    UserError: it is a `sentence_transformers` folder that is read without its
+      head (`embedding_files.read_head`).
   """
   has_head = stored.checkpoint or not stored.model.decoder.head.predicts_tokens
   if not has_head and (stored.path / embedding_files.MODULES).exists():
     raise errors.UserError(
       f'{stored.path} has the {embedding_files.MODULES} of'
-      ' sentence_transformers: such folders are written only, and pooling and'
-      ' projections are not read. Give the run that it was exported from, or'
-      ' train from its stack (config.init.encoder).'
+      ' sentence_transformers: of such folders only encoders with a pooling and'
+      ' without projections are read. Give the run that it was exported from,'
+      ' or train from its stack (config.init.encoder).'
     )
 
 

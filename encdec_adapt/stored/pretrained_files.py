@@ -20,6 +20,7 @@ from encdec_adapt.base import errors
 from encdec_adapt.files import atomic, paths
 from encdec_adapt.huggingface import (
   config_json,
+  embedding_files,
   t5_json,
   tensor_folder,
   vision,
@@ -263,7 +264,7 @@ def _ids(vocabulary: Any) -> dict[str, int | None]:
 def prompt_room(
   stored: model_on_disk.StoredModel, generated: int = 0
 ) -> int | None:
-  """Returns the maximum prompt length by `max_position_embeddings`.
+  """Returns the maximum prompt length by `stack_positions`.
 
   Args:
     stored: the model.
@@ -277,11 +278,11 @@ def prompt_room(
     UserError: there is no room for BOS and a token, or a stored file is
       damaged.
   """
-  fields = config_fields(folders(stored.path))
-  # A pair with a single source has fields only under 'decoder'.
   side = stored.prompt_side
-  limit = fields.get(side, fields['decoder']).get('max_position_embeddings')
-  if limit is None:
+  # The second is in the folder of an embedding model.
+  stated = embedding_files.read_room(stored.path) or math.inf
+  limit = min(stack_positions(stored)[side], stated)
+  if limit == math.inf:
     return None
   room = limit - stored.model.architecture.positions(0, generated)[side]
   if room < 2:
@@ -294,7 +295,10 @@ def prompt_room(
 
 
 def stack_positions(stored: model_on_disk.StoredModel) -> dict[str, float]:
-  """Returns `max_position_embeddings` by stack, infinity if missing.
+  """Returns the positions that each stack can read.
+
+  Learned ones, or `max_position_embeddings` of config.json; infinity if
+  missing.
 
   Raises:
     UserError: a stored file is damaged.
@@ -302,7 +306,10 @@ def stack_positions(stored: model_on_disk.StoredModel) -> dict[str, float]:
   fields = config_fields(folders(stored.path))
   stacks = {x: fields.get(x, fields['decoder']) for x in stored.model.stacks}
   return {
-    name: part.get('max_position_embeddings') or math.inf
+    name: min(
+      stored.model.stacks[name].positions.limit,
+      part.get('max_position_embeddings') or math.inf,
+    )
     for name, part in stacks.items()
   }
 

@@ -2,18 +2,21 @@
 
 The roles of special tokens are read from tokenizer_config.json,
 special_tokens_map.json and config.json in the same folder, in this order.
-Remaining roles are found by the names of Gemma, Llama and Qwen:
+Remaining roles are found by the names of Gemma, Llama, Qwen and BERT:
 
 | role | names, the first match                                               |
 |------|----------------------------------------------------------------------|
-| bos  | <bos>, <|begin_of_text|>, <s>; <|endoftext|> for Qwen, which has none |
-| eos  | <eos>, <|end_of_text|>, </s>, <|endoftext|>                           |
+| bos  | <bos>, <|begin_of_text|>, <s>, [CLS]; <|endoftext|> for Qwen and      |
+|      | GPT-2, which have none                                                |
+| eos  | <eos>, <|end_of_text|>, </s>, [SEP], <|endoftext|>                    |
 | pad  | <pad>, <|finetune_right_pad_id|>, [PAD], <|endoftext|>; else EOS      |
-| unk  | <unk>                                                                 |
+| unk  | <unk>, [UNK]                                                          |
 | mask | <mask>, [MASK]                                                        |
 
 A tokenizer without BOS that appends EOS to every text is T5's, and BOS is
-padding.
+padding. One that puts [CLS] before every text and [SEP] behind it is BERT's or
+ModernBERT's, and these are BOS and EOS; RoBERTa's, by the `model_type` of
+config.json, has <s> and </s> there.
 
 Special tokens never match in text, whatever the file declares.
 
@@ -37,10 +40,10 @@ FILE = 'tokenizer.json'
 _CONFIGS = ('tokenizer_config.json', 'special_tokens_map.json')
 _MODEL_CONFIG = 'config.json'
 _KNOWN: Mapping[str, tuple[str, ...]] = {
-  'bos': ('<bos>', '<|begin_of_text|>', '<s>', '<|endoftext|>'),
-  'eos': ('<eos>', '<|end_of_text|>', '</s>', '<|endoftext|>'),
+  'bos': ('<bos>', '<|begin_of_text|>', '<s>', '[CLS]', '<|endoftext|>'),
+  'eos': ('<eos>', '<|end_of_text|>', '</s>', '[SEP]', '<|endoftext|>'),
   'pad': ('<pad>', '<|finetune_right_pad_id|>', '[PAD]', '<|endoftext|>'),
-  'unk': ('<unk>',),
+  'unk': ('<unk>', '[UNK]'),
   'mask': ('<mask>', '[MASK]'),
 }
 _BYTE = re.compile(r'<0x([0-9A-F]{2})>')
@@ -110,6 +113,7 @@ class TokenizerJson(vocabulary.Vocabulary):
       files=[path, *siblings],
       added_sentinels=added_sentinels,
       edges=edges,
+      frames=_frames(siblings, edges, specials),
     )
     self._check_specials()
 
@@ -197,6 +201,21 @@ def _edges(content: Mapping[str, Any]) -> tuple[list[int], list[int]]:
         name = item['SpecialToken']['id']
         side += part['special_tokens'][name]['ids']
   return head, tail
+
+
+def _frames(
+  files: list[paths.Path],
+  edges: tuple[list[int], list[int]],
+  specials: Mapping[str, int],
+) -> bool:
+  """Returns whether encoders of the tokenizer read both edges."""
+  if not all(edges):
+    return False
+  if edges == ([specials.get('[CLS]')], [specials.get('[SEP]')]):
+    return True
+  configs = [file for file in files if file.name == _MODEL_CONFIG]
+  kinds = [atomic.read_json(file).get('model_type') for file in configs]
+  return 'roberta' in kinds
 
 
 def _rename_pieces(

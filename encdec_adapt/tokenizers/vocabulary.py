@@ -35,6 +35,7 @@ export also writes it into tokenizer_config.json):
 |                       |             | EOS if it puts   |                     |
 |                       |             | BOS first        |                     |
 | EOS last, has no BOS  | not stated  | p EOS            | padding             |
+| both (BERT, RoBERTa)  | not stated  | BOS p EOS        | BOS                 |
 
 A final EOS is ignored if there is a BOS and no start token is stated: the model
 may be a decoder. Inconsistent files are rejected.
@@ -129,6 +130,7 @@ class Vocabulary(abc.ABC):
     files: Sequence[paths.Path] = (),
     added_sentinels: int = 0,
     edges: tuple[Sequence[int], Sequence[int]] = ((), ()),
+    frames: bool = False,
   ):
     """Initialises the attributes for a subclass.
 
@@ -142,6 +144,7 @@ class Vocabulary(abc.ABC):
       added_sentinels: number of appended sentinels, followed by mode tokens if
         the vocabulary has none.
       edges: ids that the tokenizer adds before and after every text.
+      frames: whether encoders read both, as BERT and RoBERTa.
 
     Raises:
       UserError: encoding loses text, or the files state different framings.
@@ -154,7 +157,7 @@ class Vocabulary(abc.ABC):
     self.unk, self.mask = roles.get('unk'), roles.get('mask')
     head, tail = map(tuple, edges)
     start = self._stated_start(tail)
-    is_t5 = start is not None or self.bos == self.pad != self.eos
+    is_t5 = frames or start is not None or self.bos == self.pad != self.eos
     ends_with_eos = is_t5 and tail == (self.eos,)
     opening = head if ends_with_eos else ()
     if ends_with_eos:

@@ -166,6 +166,23 @@ def require_space(
 # -- Models --------------------------------------------------------------------
 
 
+def check_positions(
+  model: model_config.ModelConfig, lengths: framing.Lengths
+) -> None:
+  """Checks that rows fit the learned positions of a model.
+
+  Args:
+    model: the model's shape.
+    lengths: tokens of a row.
+
+  Raises:
+    UserError: see `model_config.check_positions`.
+  """
+  for name, side in model.architecture.sides(lengths.encoder > 0).items():
+    remedy = f'shorten them by config.data.{side}_length'
+    model_config.check_positions(model, {name: getattr(lengths, side)}, remedy)
+
+
 def check_attention(chosen: str, platform: str) -> None:
   """Checks that the platform supports an attention backend.
 

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from encdec_adapt.models import build, execution, model_config
+from encdec_adapt.ops import relative_bias
 from tests import toy_models
 
 
@@ -78,13 +79,14 @@ def test_packed_equals_unpacked(pair, pack):
   np.testing.assert_allclose(packed[:, 3:8], unpacked[:, :5], atol=2e-5)
 
 
-@pytest.mark.parametrize('kind', ['relative', 'relative_each'])
-def test_packed_equals_unpacked_with_relative_positions(
+@pytest.mark.parametrize('kind', ['relative', 'relative_each', 'learned'])
+def test_packed_equals_unpacked_with_other_positions(
   kind, small_stack, redraw, run, pack
 ):
-  stack = small_stack(
-    **{**toy_models.T5, 'positions': toy_models.positions(kind)}
-  )
+  positions = relative_bias.Positions('learned', rows=28)
+  if kind != 'learned':
+    positions = toy_models.positions(kind)
+  stack = small_stack(**{**toy_models.T5, 'positions': positions})
   config = model_config.encoder_decoder(stack, stack, shared_table=True)
   # Several chunks of queries, and segments that reach all buckets.
   compute = execution.ComputeConfig('float32', 'none', attention_chunk=8)

@@ -9,6 +9,7 @@ from encdec_adapt.huggingface import (
   class_defaults,
   config_json,
   families,
+  layer_norm_json,
   t5_json,
 )
 from tests.parity import tiny_models
@@ -57,15 +58,23 @@ def paths_of(raw, defaults):
 
 
 @pytest.mark.parametrize(
-  'model_type', [*families.FAMILIES, *config_json.PAIRS, *t5_json.TYPES]
+  'model_type',
+  [
+    *(*families.FAMILIES, *config_json.PAIRS),
+    *(*t5_json.TYPES, *layer_norm_json.TYPES),
+  ],
 )
 def test_each_field_left_out(model_type):
   whole = CLASSES[model_type](**FIELDS.get(model_type, {})).to_dict()
   pair = config_json.PAIRS.get(model_type)
   family = pair.family.model_type if pair else model_type
-  defaults = class_defaults.DEFAULTS[family]
+  if model_type in layer_norm_json.TYPES:
+    defaults = layer_norm_json.TYPES[model_type].defaults
+  else:
+    defaults = class_defaults.DEFAULTS[family]
   # A field that the class lacks would be written, and then dropped by it.
-  names = {name for name in defaults if not name.startswith('rope_')}
+  old = 'rope_', 'global_', 'local_rope', 'position_embedding'
+  names = {name for name in defaults if not name.startswith(old)}
   assert names <= CLASSES[family]().to_dict().keys()
   paths = list(paths_of(whole, defaults))
   assert len(paths) > 3

@@ -9,7 +9,7 @@ import pytest
 
 import encdec_adapt
 from encdec_adapt.adaptation import weight_plan
-from encdec_adapt.huggingface import export, tensor_folder
+from encdec_adapt.huggingface import config_json, export, tensor_folder
 from encdec_adapt.huggingface import folder as folder_lib
 from encdec_adapt.models import model_config, parameters
 from tests import toy_models
@@ -21,7 +21,10 @@ pytestmark = pytest.mark.parity
 def assert_comes_back(source, folder, may_miss=None):
   """Exports a folder: tensors are bit-equal, and the class loads them all."""
   opened = folder_lib.ModelFolder(source)
-  export.write(folder, opened.config, opened.arrays())
+  raw = json.loads((source / tensor_folder.CONFIG).read_text())
+  ids = {name: raw[name] for name in config_json.TOKEN_IDS if name in raw}
+  fields = {'decoder': ids}
+  export.write(folder, opened.config, opened.arrays(), fields=fields)
   before, after = (tensor_folder.TensorFolder(x) for x in (source, folder))
   kept = set(before.tensors) - set(opened.unused)
   assert set(after.tensors) == kept
@@ -60,6 +63,10 @@ def _fours(raw):
   old['torch_dtype'] = raw.get('dtype', 'float32')
   rope = raw.get('rope_parameters')
   if not rope:
+    return old
+  if raw['model_type'] == 'modernbert':
+    old['global_rope_theta'] = rope['full_attention']['rope_theta']
+    old['local_rope_theta'] = rope['sliding_attention']['rope_theta']
     return old
   if 'full_attention' in rope:
     old['rope_local_base_freq'] = rope['sliding_attention']['rope_theta']

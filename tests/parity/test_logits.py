@@ -34,7 +34,7 @@ def test_logits(name, saved):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize('name', DECODED)
+@pytest.mark.parametrize('name', [x for x in DECODED if 'bert' not in str(x)])
 def test_greedy_text(name, saved):
   theirs, _, ours = saved(name)
   rows = tiny_models.batch(tiny_models.CASES[name])
@@ -66,6 +66,10 @@ def test_bfloat16_is_no_worse_than_theirs(name, tmp_path):
     ('mixtral', 'decoder', {'norm_topk': False}),
     ('mixtral', 'decoder', {'experts_per_token': 3}),
     ('qwen2_moe', 'decoder', {'norm_topk': True}),
+    ('gemma4_experts', 'decoder', {'experts_per_token': 2}),
+    ('modernbert', 'decoder', {'window_rule': 'exclusive'}),
+    ('modernbert', 'decoder', {'local_rope_theta': 110.0}),
+    ('bert', 'decoder', {'activation': 'gelu_tanh'}),
     ('t5gemma_unbalanced', 'encoder', {'window_rule': 'exclusive'}),
     ('t5gemma_unbalanced', 'encoder', {'role': 'causal'}),
     ('t5gemma2', 'encoder', {'window_rule': 'exclusive'}),

@@ -87,7 +87,7 @@ def test_vectors_are_equal(name, tmp_path):
     lambda: tiny.call(serve, f'--checkpoint={output}'),
     lambda: tiny.convert('import', f'--source={output}', f'--output={output}2'),
   ]
-  words = 'are written only'  # The head would be left out.
+  words = 'without projections are read'  # The head would be left out.
   if name == 'Gemma3TextModel':
     words = 'sets use_bidirectional_attention'
   for read in reading:

@@ -124,6 +124,16 @@ T5 = dict(
   eos_token_id=1,
   decoder_start_token_id=0,
 )
+_BERT = dict(
+  vocab_size=VOCAB,
+  hidden_size=32,
+  intermediate_size=48,
+  num_hidden_layers=3,
+  num_attention_heads=4,
+  max_position_embeddings=34,
+  layer_norm_eps=1e-4,
+  pad_token_id=0,
+)
 VISION = dict(
   hidden_size=16,
   intermediate_size=24,
@@ -374,6 +384,39 @@ CASES: Mapping[str, Case] = {
     'merged attention, end of image, vision part carried',
     is_pair=True,
     eoi=IMAGE_IDS['eoi_token_index'],
+  ),
+  'gpt2': Case(
+    'GPT2LMHeadModel',
+    lambda: transformers.GPT2Config(
+      **dict(vocab_size=VOCAB, n_positions=32, n_embd=32, n_layer=3, n_head=4),
+      **dict(n_inner=48, layer_norm_epsilon=1e-4, pad_token_id=0),
+      **dict(bos_token_id=2, eos_token_id=1),
+    ),
+    'LayerNorm, learned positions, fused kernels stored by input',
+  ),
+  'bert': Case(
+    'BertForMaskedLM',
+    lambda: transformers.BertConfig(**_BERT, type_vocab_size=2),
+    'norms of the sums, exact GELU, a head with a bias',
+  ),
+  'roberta': Case(
+    'RobertaForMaskedLM',
+    lambda: transformers.RobertaConfig(
+      **_BERT, bos_token_id=2, eos_token_id=1, type_vocab_size=1
+    ),
+    'positions of real tokens, from 2',
+  ),
+  'modernbert': Case(
+    'ModernBertForMaskedLM',
+    lambda: transformers.ModernBertConfig(
+      **{k: v for k, v in _BERT.items() if 'layer' not in k},
+      **dict(num_hidden_layers=8, local_attention=6, norm_eps=1e-4),
+      rope_parameters={
+        'full_attention': dict(rope_type='default', rope_theta=1000.0),
+        'sliding_attention': dict(rope_type='default', rope_theta=100.0),
+      },
+    ),
+    'windows of both directions, fused gates, layer 0 without a norm',
   ),
   't5': _t5(
     'T5', 'one table a stack, one branch, tied and scaled', own_head=False

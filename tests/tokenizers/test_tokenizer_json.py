@@ -55,6 +55,41 @@ def test_special_tokens_are_found_by_name(family, vocabulary):
   assert described['fingerprint'] == vocabulary.fingerprint
 
 
+@pytest.mark.parametrize('config', [True, False])
+def test_bert_frames_texts_at_both_ends(config, tmp_path):
+  """The first released folders name no special tokens."""
+  texts = tiny_tokenizers.TEXTS
+  tiny_tokenizers.save(tmp_path, 'bert', texts, 300, config=config)
+  opened = vocabulary_pair.open_vocabulary(tmp_path)
+  assert roles(opened) == ('[PAD]', '[SEP]', '[CLS]')
+  assert opened.piece(opened.mask) == '[MASK]'
+  framed = opened.ids.frame(opened.encode('A fox'), 'encoder')
+  pieces = [opened.piece(i) for i in framed]
+  assert (pieces[0], pieces[-1]) == ('[CLS]', '[SEP]')
+  assert opened.decode(framed[1:-1]) == 'a fox'
+
+
+@pytest.mark.parametrize('model_type', ['roberta', 'llama'])
+def test_edges_of_roberta_are_known_by_its_config(model_type, llama3, tmp_path):
+  """A decoder may have the same tokenizer, and reads BOS alone."""
+  content = json.loads((llama3 / 'tokenizer.json').read_text())
+  ids = {x['content']: x['id'] for x in content['added_tokens']}
+  cls, sep = '<|begin_of_text|>', '<|end_of_text|>'
+  content['post_processor'] = {
+    'type': 'RobertaProcessing',
+    'sep': [sep, ids[sep]],
+    'cls': [cls, ids[cls]],
+    'trim_offsets': True,
+    'add_prefix_space': False,
+  }
+  (tmp_path / 'tokenizer.json').write_text(json.dumps(content))
+  (tmp_path / 'config.json').write_text(json.dumps({'model_type': model_type}))
+  opened = vocabulary_pair.open_vocabulary(tmp_path)
+  framed = opened.ids.frame(opened.encode('a fox'), 'encoder')
+  assert framed[0] == ids[cls]
+  assert (framed[-1] == ids[sep]) == (model_type == 'roberta')
+
+
 def test_ids_that_follow_others_keep_their_space(vocabulary):
   ids, boundaries = vocabulary.encode_with_boundaries('a b')
   at = int(np.flatnonzero(boundaries == 1)[0])

@@ -42,6 +42,16 @@ def _kinds(model: model_config.ModelConfig) -> tuple[str, str]:
   return model.architecture.name, model.decoder.head.kind
 
 
+# Fields that the code does not read, and the value that it computes.
+_PLAIN = {
+  'norm': 'rms',
+  'norms_after_sum': False,
+  'embedding_norm': False,
+  'first_norm': True,
+  'token_types': 0,
+}
+
+
 def fields(model: model_config.ModelConfig) -> dict[str, Any]:
   """Returns fields of config.json that point `transformers` to the code."""
   return _CODE[_kinds(model)]
@@ -63,6 +73,14 @@ def problem(model: model_config.ModelConfig) -> str:
         'it has neither layers that share keys and values nor a second table,'
         f' and the {name} has'
       )
+    for field, value in _PLAIN.items():
+      if getattr(stack, field) != value:
+        return (
+          f'it supports only {field} {value!r}, and the {name} has'
+          f' {getattr(stack, field)!r}'
+        )
+    if stack.positions.kind == 'learned' or stack.activation == 'gelu':
+      return f'it has no parts of GPT-2 or BERT, and the {name} has some'
     is_scaled = model.decoder.head in _SCALED
     if stack.relative or not stack.mlp_gated or is_scaled:
       return f"it has no parts of T5's block, and the {name} has some"

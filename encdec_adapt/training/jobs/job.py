@@ -96,8 +96,8 @@ def open_models(
     saved: the checkpoint to resume from; None for a new job.
 
   Raises:
-    UserError: see `setup.check_stacks`, `setup.place_model` and
-      `frozen_models.open_frozen`.
+    UserError: see `setup.check_stacks`, `setup.check_positions`,
+      `setup.place_model` and `frozen_models.open_frozen`.
   """
   model, device = settings.recipe.model, mesh.devices.flat[0]
   if device.platform == 'cpu':
@@ -109,6 +109,7 @@ def open_models(
     )
   compute = settings.compute.on(device.platform, earlier)
   setup.check_stacks(compute, model, device)
+  setup.check_positions(model, settings.data.train.lengths)
   placement = setup.place_model(
     model, compute, mesh, settings.rules, settings.adapters
   )

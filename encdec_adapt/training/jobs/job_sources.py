@@ -196,8 +196,7 @@ def open_sources(
       base = frozen_base.open_base(models[0], placement)
   elif init.mode != 'random':
     if placement.model.architecture.encodes_prompt:
-      for source in models:
-        model_on_disk.require_decoder_only(source)
+      model_on_disk.require_sources(models[0], models[-1])
     # 'embeddings' is a baseline: the same pair with only the sources' tables.
     fresh = init.mode == 'embeddings'
     report = weight_plan.make_plan(

@@ -247,8 +247,7 @@ def _program(
       key, shape = jax.random.key(spec.seed), (hidden.shape[1], spec.tokens)
       keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(rows)
       ids, weights = sparse_teacher.choose(
-        hidden,
-        model.head(params),
+        *model.projection(params, hidden),
         jax.vmap(lambda key: jax.random.uniform(key, shape))(keys),
         form=spec.form,
         vocab_size=stack.outputs,

@@ -115,7 +115,7 @@ class Loss:
       **options: options of `architecture.Architecture.predict`.
     """
     hidden = model.architecture.predict(model, params, batch, **options)
-    return Outputs(hidden, model.head(params), model.config.decoder)
+    return Outputs(*model.projection(params, hidden), model.config.decoder)
 
   def divisors(self, batch: Batch) -> Terms:
     """Returns the divisors named in `metrics`; 'mean' divides the loss."""
