@@ -31,7 +31,7 @@ SHIPPED = {
     replica=1, fsdp=8, save_every=50, microbatches=64, remat='dots'
   ),
   'size=31b_31b,topology=v5p:8x8x8': gemma2.ChipSettings(
-    replica=8, fsdp=64, save_every=200, microbatches=1, remat='full'
+    replica=16, fsdp=16, tensor=2, save_every=200, microbatches=1
   ),
 }
 _SIZES = 'e2b', 'e4b', '31b', '26b_a4b'
