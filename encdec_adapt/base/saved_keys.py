@@ -18,6 +18,7 @@ _HEAD = {
   'kind': 'tokens',
   'tied': True,
   'scaled': False,
+  'transform': False,
   'labels': 0,
   'pooling': 'mean',
   'projections': (),

@@ -92,8 +92,9 @@ def write(folder: pathlib.Path, vocab: vocabulary.Vocabulary) -> str:
     (folder / JSON).write_text(_convert(vocab).to_str(pretty=True) + '\n')
   if not (folder / CONFIG).exists():
     _write_json(folder / CONFIG, _config(vocab))
-  if vocab.ids.ends_with_eos:
-    # The model's config.json may belong to a class without the field.
+  if vocab.ids.ends_with_eos and vocab.piece(vocab.bos) != '[CLS]':
+    # The model's config.json may belong to a class without the field. [CLS]
+    # frames texts without it.
     config = atomic.read_json(folder / CONFIG)
     _write_json(folder / CONFIG, {**config, vocabulary.START: vocab.bos})
   if not vocab.added:

@@ -140,8 +140,8 @@ REFUSALS = [
   (
     'llama',
     'model_type',
-    'gpt2',
-    "model_type 'gpt2'; supported are gemma, gemma2",
+    'gptj',
+    "model_type 'gptj'; supported are gemma, gemma2",
   ),
   ('llama', 'hidden_act', 'relu', "hidden_act = 'relu'"),
   ('gemma', 'hidden_activation', 'gelu', "and hidden_activation = 'gelu'"),

@@ -167,7 +167,8 @@ def test_embedding_scale_is_rounded_to_the_compute_dtype(
 ):
   embedder = layers.Embedder(small_stack(width=3072, vocab_size=4), dtype)
   variables = {'params': {'table': jnp.ones((4, 3072))}}
-  x = embedder.apply(variables, jnp.zeros((1, 1), jnp.int32))
+  zeros = jnp.zeros((1, 1), jnp.int32)
+  x = embedder.apply(variables, zeros, zeros)
   assert float(x[0, 0, 0]) == pytest.approx(scale, rel=1e-6)
 
 

@@ -67,6 +67,7 @@ X = jnp.concatenate([jnp.linspace(-12, 12, 97), jnp.array([-1e4, 0.0, 1e4])])
 
 THEIRS = {
   'gelu_tanh': functools.partial(jax.nn.gelu, approximate=True),
+  'gelu': functools.partial(jax.nn.gelu, approximate=False),
   'silu': jax.nn.silu,
   'relu': jax.nn.relu,
 }

@@ -66,7 +66,6 @@ class HeldOutEvaluation:
     """
     spec = self.record_set.spec
     config_lib.check_kind(stored.model, spec.objectives[0])
-    setup.check_positions(stored.model, spec.lengths)
     # Cross-entropy of single rows, independent of the run's loss.
     if any(
       x.rows.answers > 1 or x.rows.content == 'texts' for x in spec.objectives
@@ -90,6 +89,7 @@ class HeldOutEvaluation:
           f' {vocabulary.path} ({vocabulary.fingerprint[:12]}); make records'
           " with the model's vocabularies."
         )
+    setup.check_positions(stored.model, spec.lengths)
 
   def scores(
     self, model: model_in_memory.LoadedModel, rows: int, report: progress.Report
