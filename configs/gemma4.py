@@ -16,8 +16,10 @@ encoder of its own width.
     --config=gemma4:size=e2b_e2b,topology=h100:8
     --config=gemma4:size=31b_31b,topology=v5p:8x8x8
 
-Heads of 512, those of global layers, have no kernel on GPUs: they take chunks
-of keys and queries (configs/attention.md).
+By their compiled plans 10,000 steps take 134 and 31 hours. Heads of 512, those
+of global layers, have no kernel on GPUs: they take chunks of keys and queries
+(configs/attention.md), so that E2B-E2B reaches half of what the kernel would
+give.
 """
 
 from encdec_adapt import config as config_lib
