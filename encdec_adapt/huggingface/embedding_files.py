@@ -86,8 +86,9 @@ def read_head(folder: paths.Path) -> heads.Embedding | None:
     folder: the folder.
 
   Returns:
-    None if it is no folder of an embedding model, has other modules or another
-    pooling, or lowers the case of texts itself.
+    None for a folder without modules.json, with modules besides
+    Transformer, Pooling and Normalize, with a pooling that is not one of ours,
+    or if it lowers the case of texts.
 
   Raises:
     UserError: a file is damaged.

@@ -37,7 +37,7 @@ class _Piece:
   Attributes:
     tensor: name of the stored tensor.
     shape: shape of the piece.
-    index: its place in a fused tensor; else None.
+    index: index of the piece in a fused tensor; None for a whole tensor.
   """
 
   tensor: str

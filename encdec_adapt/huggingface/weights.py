@@ -248,7 +248,7 @@ class Layout:
     """Returns the shape of a written tensor.
 
     Args:
-      name: its name.
+      name: name of the tensor (`written`).
       parts: the weights in it.
     """
     shape = list(parts[0].their_shape)
@@ -459,10 +459,11 @@ def bert_layout(
   """Returns the tensor names of BERT or RoBERTa.
 
   Args:
-    prefix: of the encoder, in files with a head: 'bert.'; else empty.
-    transform: of the head.
-    dense: of its layer, after `transform`.
-    norm: of its norm, after `transform`.
+    prefix: start of the encoder's names: 'bert.' or 'roberta.' in files with a
+      head, else empty.
+    transform: start of the names of the head's layer and norm.
+    dense: rest of the name of the layer.
+    norm: rest of the name of the norm.
     bias: name of the bias of the logits.
   """
   embeddings = f'{prefix}embeddings.'
@@ -505,7 +506,8 @@ def modern_bert_layout(prefix: str) -> Layout:
   """Returns the tensor names of ModernBERT.
 
   Args:
-    prefix: of the encoder, in files with a head: 'model.'; else empty.
+    prefix: start of the encoder's names: 'model.' in files with a head, else
+      empty.
   """
   embeddings = f'{prefix}embeddings.'
   return Layout(

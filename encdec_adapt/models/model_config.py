@@ -665,7 +665,7 @@ def check_positions(
   Args:
     config: the model.
     lengths: stack -> tokens that it reads.
-    remedy: what to do, the end of the message.
+    remedy: end of the message, an imperative.
 
   Raises:
     UserError: they do not; names the stack and both numbers.

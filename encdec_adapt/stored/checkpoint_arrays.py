@@ -32,8 +32,8 @@ def open_arrays(
   Args:
     checkpoint: the checkpoint; optimizer state is ignored.
     table: path of every parameter -> its shape.
-    groups: most groups in host memory; 2 for models whose exports join two
-      parameters in each tensor.
+    groups: most groups in host memory: as many as the parameters that an
+      export joins in a tensor (`weights.joined`).
 
   Raises:
     UserError: the checkpoint has other parameters.

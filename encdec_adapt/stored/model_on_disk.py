@@ -297,10 +297,12 @@ def open_model(
       names = (choice.decoder, choice.encoder)
       names = (x.replace(str(path), given.rstrip('/')) for x in names)
       choice = vocabulary_pair.Choice(*names)
-    model, head = source.config, embedding_files.read_head(path)
-    if head and model.architecture.is_encoder:
-      model = model_config.prompt_model(model, head)
-    stored = StoredModel(path, model, choice, source.arrays, unused=unused)
+    stored = StoredModel(
+      path, source.config, choice, source.arrays, unused=unused
+    )
+    head = embedding_files.read_head(path)
+    if head and stored.model.architecture.is_encoder:
+      stored = embedding_model(stored, head)
   else:
     stored = _open_run(path, step, settings)
   model = with_window(stored.model, encoder_window, name)
