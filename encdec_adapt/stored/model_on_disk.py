@@ -300,7 +300,9 @@ def open_model(
     stored = StoredModel(
       path, source.config, choice, source.arrays, unused=unused
     )
-    head = embedding_files.read_head(path)
+    # Our own config.json of an embedding model has its head.
+    plain = stored.model.decoder.head.predicts_tokens
+    head = embedding_files.read_head(path) if plain else None
     if head and stored.model.architecture.is_encoder:
       stored = embedding_model(stored, head)
   else:

@@ -123,7 +123,7 @@ def test_configurations_are_found_beside_a_foreign_folder(
     (
       ['train', '--config=gemma3'],
       2,
-      ['gemma3', 'gemma2, gemma3_270m, laptop'],
+      ['gemma3', 'gemma2, gemma3_270m, gemma4, laptop'],
     ),
   ],
 )
