@@ -24,7 +24,8 @@ from encdec_adapt.files import atomic, hub, paths
 from encdec_adapt.models import adapters as adapters_lib
 from encdec_adapt.models import architecture as architectures
 from encdec_adapt.models import execution, heads, model_config, model_section
-from encdec_adapt.objectives import example_maker
+from encdec_adapt.objectives import example_maker, passages
+from encdec_adapt.ops import passage_segments
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules as rules_lib
 from encdec_adapt.telemetry import environment
@@ -221,6 +222,7 @@ def load(
   # For labels, the recipe adds the head.
   if data.objectives[0].rows.content != 'labels':
     check_rows(model, data.objectives[0])
+  model = _with_passages(model, data)
   recipe = recipe_class.of(
     recipe_lib.Sections(
       loss,
@@ -256,6 +258,33 @@ def load(
   return settings
 
 
+def _with_passages(
+  model: model_config.ModelConfig, data: data_section.DataConfig
+) -> model_config.ModelConfig:
+  """Returns a model with the passages of the objective, if it makes some.
+
+  Raises:
+    UserError: the model reads other passages, or the vocabulary, which frames
+      them, cannot be opened.
+  """
+  length = max(x.options.get('length', 0) for x in data.objectives)
+  stated = model.prompt_reader.passages
+  if stated.length and not 0 < length <= stated.length:
+    raise errors.UserError(
+      f'config.model.encoder.passages.length is {stated.length} and objective'
+      f' {data.objective!r} makes'
+      + (f' passages of {length} tokens' if length else ' no passages')
+      + '; set config.model.encoder.passages.length to 0.'
+    )
+  # A saved configuration has them, and needs no vocabulary.
+  if not length or stated.length:
+    return model
+  edge = passages.edge(data.vocabularies.open().encoder.ids)
+  read = passage_segments.Passages(length, *edge)
+  stack = dataclasses.replace(model.encoder, passages=read)
+  return dataclasses.replace(model, encoder=stack)
+
+
 def set_model(
   section: ml_collections.ConfigDict, model: model_config.ModelConfig
 ) -> None:
@@ -274,12 +303,20 @@ def with_compute(
   return config
 
 
-def with_head(
-  config: ml_collections.ConfigDict, head: heads.Head
+def with_implied(
+  config: ml_collections.ConfigDict, model: model_config.ModelConfig
 ) -> ml_collections.ConfigDict:
-  """Returns a configuration with the explicit head of its model."""
+  """Returns a configuration with what loss and objective imply stated.
+
+  Args:
+    config: the configuration.
+    model: its model, of which it states the head and the passages.
+  """
   config = config.copy_and_resolve_references()
-  config.model.head.update(keys.values_of(model_section.HeadSection.of(head)))
+  head = model_section.HeadSection.of(model.decoder.head)
+  config.model.head.update(keys.values_of(head))
+  for name, stack in model.stacks.items():
+    config.model[name].passages.update(keys.values_of(stack.passages))
   return config
 
 
@@ -448,7 +485,7 @@ def _check_model(settings: Settings, vocabulary: str) -> None:
   # The first is enough: objectives of a mixture have the same row fields.
   check_kind(model, data.objectives[0])
   architecture, content = model.architecture, data.objectives[0].rows.content
-  answers = content == 'pair' and architecture.generates
+  answers = content in ('pair', 'passages') and architecture.generates
   if settings.evaluation.samples and not answers:
     raise errors.UserError(
       f'config.evaluation.samples is {settings.evaluation.samples:g} with'

@@ -83,9 +83,9 @@ define_flags = command.define(
   command.boolean('allow_code', 'Run programs that the model generates.'),
   command.string(
     'pairs',
-    'FILE[#INPUT,TARGET]: text to text, answered with --max_tokens, --beams,'
-    ' --length_penalty and --prefix; JSON lines, .parquet, .tsv or a .json'
-    ' array.',
+    'FILE[#INPUT,TARGET[,DOCUMENTS]]: text to text, answered with --max_tokens,'
+    ' --beams, --length_penalty and --prefix; JSON lines, .parquet, .tsv or a'
+    ' .json array. With documents, an input is a question about them.',
   ),
   command.string(
     'tokenizers', 'BLEU,ROUGE of --pairs; by default by script.', default=''

@@ -74,7 +74,8 @@ define_flags = command.define(
   command.string(
     'prompts',
     'File with a prompt per line, - for standard input; with a JSON string per'
-    ' line if it ends in .jsonl, or with --chat also a list of messages'
+    ' line if it ends in .jsonl, or an object with "question" and "documents"'
+    ' for a model that reads passages, or with --chat also a list of messages'
     ' ("role", "content").',
     agrees=False,
   ),

@@ -88,8 +88,8 @@ def run(
   config = config_lib.pinned(config, workdir)
   config = inherited_framing.inherit(config, workdir)
   settings, made_by = config_lib.load(config, workdir), made_by or {}
-  # Save the explicit head, so that opening a model needs no loss.
-  config = config_lib.with_head(config, settings.model.decoder.head)
+  # Stated, so that opening a model needs neither loss nor vocabulary.
+  config = config_lib.with_implied(config, settings.model)
   with contextlib.ExitStack() as stack:
     if distributed.is_lead():
       stack.enter_context(lock.hold(workdir))

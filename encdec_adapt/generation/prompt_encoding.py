@@ -11,15 +11,31 @@ from collections.abc import Sequence
 import re
 import shlex
 import sys
+from typing import Any, TypedDict
 
 import numpy as np
 
 from encdec_adapt.base import errors
 from encdec_adapt.cluster import distributed
-from encdec_adapt.objectives import denoising
+from encdec_adapt.objectives import denoising, passages
 from encdec_adapt.stored import model_on_disk
 from encdec_adapt.tokenizers import chat_format
 from encdec_adapt.tokenizers import vocabulary as vocabulary_lib
+
+
+class Question(TypedDict):
+  """A prompt for a model that reads passages.
+
+  Attributes:
+    question: the question.
+    documents: the passages, as in `objectives.passages`.
+  """
+
+  question: str
+  documents: Sequence[Any]
+
+
+Prompt = str | chat_format.Messages | Question
 
 
 def task_prefix(
@@ -90,6 +106,7 @@ class PromptEncoder:
     """
     opened = stored.require_vocabularies()
     self.reader = opened.sides[stored.prompt_side]
+    self._passages = stored.model.prompt_reader.passages
     self.prefix = task_prefix(stored, prefix)
     self._writer = opened.decoder
     self._separator = self._writer.encode(stored.framing.separator)
@@ -106,19 +123,50 @@ class PromptEncoder:
           ' leave it out.'
         )
 
-  def encode(
-    self, prompt: str | chat_format.Messages, room: int | None = None
-  ) -> np.ndarray:
+  def encode(self, prompt: Prompt, room: int | None = None) -> np.ndarray:
     """Encodes a prompt: mode, prefix, text and separator, framed.
 
     Args:
-      prompt: a text, or a conversation (without prefix).
+      prompt: a text; a conversation (without prefix); or a question with its
+        documents, for a model that reads passages (without prefix).
       room: maximum length; a longer prompt keeps the tokens before the text and
-        its last tokens. None for no limit.
+        its last tokens, and longer documents are an error. None for no limit.
 
     Raises:
-      UserError: the prompt cannot be encoded, or the prefix leaves no room.
+      UserError: the prompt cannot be encoded, is not what the model reads, or
+        the prefix leaves no room.
     """
+    if isinstance(prompt, dict):
+      return self._encode_passages(**prompt, room=room)
+    framed = self._encode_text(prompt, room)
+    self._passages.require_fits(len(framed))
+    return framed
+
+  def _encode_passages(
+    self, question: str, documents: Sequence[Any], room: int | None
+  ) -> np.ndarray:
+    if not self._passages.length:
+      raise errors.UserError(
+        'it has documents, and the model reads its inputs as a whole'
+        ' (config.model.encoder.passages.length is 0); give one text.'
+      )
+    try:
+      ids = passages.encode(
+        self.reader, question, documents, self._passages.length
+      )
+    except errors.UserError as error:
+      raise errors.UserError(f'{error}.') from error
+    framed = self.frame(ids)
+    if room is not None and len(framed) > room:
+      raise errors.UserError(
+        f'its {len(documents)} documents take {len(framed)} tokens, and there'
+        f' is room for {room} (--max_prompt); give fewer.'
+      )
+    return framed
+
+  def _encode_text(
+    self, prompt: str | chat_format.Messages, room: int | None
+  ) -> np.ndarray:
     if not isinstance(prompt, str):
       turns = chat_format.encode(prompt, self.reader, open_turn=True)
       return self.frame(turns.ids, room)

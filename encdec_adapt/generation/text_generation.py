@@ -20,9 +20,10 @@ from encdec_adapt.tokenizers import chat_format
 if typing.TYPE_CHECKING:
   from encdec_adapt.generation import model_in_memory
 
-# Source of a prompt, for error messages -> text, or with `chat` the messages of
-# a conversation.
-Prompts = Mapping[str, str | chat_format.Messages]
+# Source of a prompt, for error messages -> the prompt; with `chat` a text or
+# the messages of a conversation.
+Prompts = Mapping[str, prompt_encoding.Prompt]
+_QUESTION = prompt_encoding.Question.__annotations__.keys()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +134,7 @@ class Options:
 
 
 def check(prompts: Prompts, *, chat: bool = False) -> Prompts:
-  """Checks that prompts are texts, or with `chat` conversations.
+  """Checks that prompts are texts or questions, or with `chat` conversations.
 
   Returns:
     The same prompts.
@@ -145,6 +146,8 @@ def check(prompts: Prompts, *, chat: bool = False) -> Prompts:
     # The chat format checks messages when it encodes them.
     if chat and isinstance(prompt, list):
       continue
+    if isinstance(prompt, dict) and not chat and prompt.keys() == _QUESTION:
+      prompt = prompt['question']
     if not isinstance(prompt, str):
       raise errors.UserError(f'{origin} must be a JSON string: {prompt!r:.60}')
     if not prompt.strip():

@@ -103,6 +103,8 @@ def raw_from_model(
     UserError: no transformers class supports the model; lists the reason for
       every family.
   """
+  # Users of a class give it the states of all passages (`encoder_outputs`).
+  config = model_config.without_passages(config)
   is_pair = config.architecture.encodes_prompt
   kind = config.decoder.head.kind
   if kind not in (('tokens',) if is_pair else _MAKERS):

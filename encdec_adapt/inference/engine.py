@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import dataclasses
 import functools
 import itertools
+import math
 import types
 from typing import Literal, NamedTuple
 
@@ -203,7 +204,11 @@ class Engine:
     rows_of_table = model.config.decoder.vocab_size
     self.vocab_size = min(ids.vocab_size or rows_of_table, rows_of_table)
     self._architecture, stacks = model.architecture, model.config.stacks
-    self._positions = {name: x.positions.limit for name, x in stacks.items()}
+    # Positions restart with every passage.
+    self._positions = {
+      name: math.inf if x.passages.length else x.positions.limit
+      for name, x in stacks.items()
+    }
     self._prompt_size = model.config.prompt_reader.vocab_size
     self._queue: collections.deque[tuple[int, Request]] = collections.deque()
     self._active: list[_Active | None] = [None] * rows

@@ -344,6 +344,7 @@ class EncoderDecoder(Architecture):
   role: str = 'causal'
   prompt_stack: str = 'encoder'
   has_encoder: bool = True
+  rows: tuple[str, ...] = ('pair', 'passages')
   sides_of_pairs: ClassVar[Mapping[str, str]] = {
     'encoder': 'encoder',
     'decoder': 'decoder',

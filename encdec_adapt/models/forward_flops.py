@@ -12,7 +12,8 @@ positions:
   (key, value);
 - inputs of layers from a second table: 2 * 3 D J per token and layer;
 - scores and weighted sum: 2 * 2 N H per visible pair of positions: L * L pairs
-  in a bidirectional layer, L (L + 1) / 2 in a causal layer, the pairs inside
+  in a bidirectional layer (in each passage of P positions P * P, of an encoder
+  that reads passages), L (L + 1) / 2 in a causal layer, the pairs inside
   the window in a local layer, T * S in cross-attention; a prefix decoder adds
   S (S - 1) / 2 pairs among its inputs to the causal pairs;
 - logits: 2 D V per position with logits: the targets or, with
@@ -232,13 +233,19 @@ def _pairs(
   inputs: int,
 ) -> list[int]:
   """Returns the query-key pairs of layers with these windows."""
+  whole = stack.passages.length or max(length, 1)
   by_window = {
-    window: visible_pairs(
-      length,
-      causal=stack.role != 'bidirectional',
-      window=window,
-      window_rule=stack.window_rule,
-      prefix=inputs if stack.role == 'prefix' else 0,
+    window: sum(
+      count
+      * visible_pairs(
+        part,
+        causal=stack.role != 'bidirectional',
+        window=window,
+        window_rule=stack.window_rule,
+        prefix=inputs if stack.role == 'prefix' else 0,
+      )
+      for count, part in ((length // whole, whole), (1, length % whole))
+      if part
     )
     for window in set(windows)
   }

@@ -13,7 +13,7 @@ from flax import traverse_util
 from encdec_adapt.base import errors, keys
 from encdec_adapt.models import architecture as architectures
 from encdec_adapt.models import heads as heads_lib
-from encdec_adapt.ops import masks, relative_bias, rope
+from encdec_adapt.ops import masks, passage_segments, relative_bias, rope
 
 LayerKind = Literal['local', 'global']
 
@@ -121,6 +121,9 @@ class StackConfig:
   )
   positions: relative_bias.Positions = keys.section(
     relative_bias.Positions, switch='kind'
+  )
+  passages: passage_segments.Passages = keys.section(
+    passage_segments.Passages, switch='length'
   )
   rope_theta: float = keys.key(
     10000.0, 'Base of the rotary embedding.', above=0
@@ -483,13 +486,24 @@ class StackConfig:
 
     A prefix decoder has kind 'prefix', even for rows without a prefix.
     """
+    window, rule = self.window_of(kind)
     return masks.MaskSpec(
       kind='full' if self.role == 'bidirectional' else self.role,
-      window=self.window if kind == 'local' else None,
-      window_rule=self.window_rule,
+      window=window,
+      window_rule=rule,
       q_segments=None,
       kv_segments=None,
     )
+
+  def window_of(self, kind: LayerKind) -> tuple[int | None, str]:
+    """Returns the window of layers of a kind, None without one, and its rule.
+
+    A global layer over passages has one that none exceeds, so that kernels skip
+    the other passages.
+    """
+    if kind == 'local':
+      return self.window, self.window_rule
+    return self.passages.length or None, 'exclusive'
 
   def reads_encoder(self, kind: LayerKind) -> bool:
     """Returns whether layers of this kind attend to the encoder."""
@@ -509,6 +523,10 @@ class DecoderOnlyConfig:
   """
 
   decoder: StackConfig
+
+  def __post_init__(self):
+    _check_passages(self.decoder)
+
   # No second stack to share them.
   shared_table: ClassVar[bool] = False
   shared_parts: ClassVar[tuple[str, ...]] = ()
@@ -546,6 +564,8 @@ class EncoderDecoderConfig:
   shared_table: bool = False
 
   def __post_init__(self):
+    for stack in self.stacks.values():
+      _check_passages(stack)
     # A pattern longer than the stack may have a kind without layers.
     kinds = set(self.decoder.pattern[: self.decoder.layers])
     if not any(self.decoder.reads_encoder(kind) for kind in kinds):
@@ -657,6 +677,23 @@ def t5gemma2(
   )
 
 
+def without_passages(config: ModelConfig) -> ModelConfig:
+  """Returns a model that reads its inputs as a whole."""
+  stacks = {
+    name: dataclasses.replace(stack, passages=passage_segments.Passages())
+    for name, stack in config.stacks.items()
+  }
+  return dataclasses.replace(config, **stacks)
+
+
+def _check_passages(stack: StackConfig) -> None:
+  if stack.passages.length and stack.role != 'bidirectional':
+    raise errors.UserError(
+      f'passages.length is {stack.passages.length} in a {stack.role} stack;'
+      ' only bidirectional encoders read passages. Set it to 0.'
+    )
+
+
 def check_positions(
   config: ModelConfig, lengths: Mapping[str, int], remedy: str = 'shorten them'
 ) -> None:
@@ -671,7 +708,9 @@ def check_positions(
     UserError: they do not; names the stack and both numbers.
   """
   for name, length in lengths.items():
-    limit = config.stacks[name].positions.limit
+    stack = config.stacks[name]
+    limit = stack.positions.limit
+    length = min(length, stack.passages.length or length)
     if length > limit:
       raise errors.UserError(
         f'rows have {length} tokens for the {name}, which has {limit} learned'

@@ -20,7 +20,7 @@ from encdec_adapt.models import (
   model_config,
 )
 from encdec_adapt.models import kv_cache as caches
-from encdec_adapt.ops import masks, products, rope
+from encdec_adapt.ops import masks, passage_segments, products, rope
 
 Tokens = Int[Array, 'B L']
 
@@ -113,6 +113,11 @@ class Stack(nn.Module):
     if cached is not None:
       encoder_segments = cached.encoder_segments
       copies = products.copies(len(tokens))
+    examples = segments
+    if cfg.passages.length:
+      segments, positions = passage_segments.split(
+        cfg.passages, tokens, segments
+      )
     # Angles and masks depend only on the kind of a layer: computed once, before
     # the scan, which would recompute them for every repeat. Sorted, because the
     # order of a set of strings varies between processes, which must trace the
@@ -142,7 +147,7 @@ class Stack(nn.Module):
       encoded=encoded,
       cross_mask=None
       if cfg.cross_width is None
-      else masks.cross(segments, encoder_segments),
+      else masks.cross(examples, encoder_segments),
       real=jnp.repeat(segments > 0, copies, axis=1) if cfg.experts else None,
       dropout=dropout,
       collect=collect,
@@ -260,15 +265,6 @@ def _self_mask(
 
   In merged attention the encoder's keys follow the decoder's.
   """
-  make = masks.causal
-  if config.role == 'bidirectional':
-    make = functools.partial(
-      masks.bidirectional, window_rule=config.window_rule
-    )
-  # Without a prefix, as in a decoding step, a prefix decoder is causal: the new
-  # token follows all others.
-  elif config.role == 'prefix' and prefix is not None:
-    make = functools.partial(masks.prefix, kv_prefix=prefix)
   keys = None
   if cached is not None:
     # `index` is the position of this call's token, written to the cache before
@@ -277,10 +273,18 @@ def _self_mask(
     count = caches.slots(config, kind, cached.length)
     slot_positions = caches.slot_positions(cached.index, count)
     keys = (slot_positions >= 0).astype(jnp.int32), slot_positions
+  window, rule = config.window_of(kind)
+  make = masks.causal
+  if config.role == 'bidirectional':
+    make = functools.partial(masks.bidirectional, window_rule=rule)
+  # Without a prefix, as in a decoding step, a prefix decoder is causal: the new
+  # token follows all others.
+  elif config.role == 'prefix' and prefix is not None:
+    make = functools.partial(masks.prefix, kv_prefix=prefix)
   spec = make(
     segments,
     positions,
-    window=config.window if kind == 'local' else None,
+    window=window,
     keys=keys,
     # Slots of a ring are not ordered by position.
     aligned=cached is None,

@@ -368,6 +368,7 @@ def check_framing(
   mask: int | None = None,
   eos_inside: bool = False,
   labelled: bool = False,
+  passages: bool = False,
 ) -> None:
   """Checks a batch against the tables in the module docstring.
 
@@ -377,6 +378,7 @@ def check_framing(
     mask: mask token, allowed in place of any target read (MEAP), or None.
     eos_inside: whether inputs may contain the EOS of documents or turns.
     labelled: whether targets are label indices.
+    passages: whether inputs are several framed passages.
 
   Raises:
     ValueError: names the broken rule, the row and the position.
@@ -393,7 +395,7 @@ def check_framing(
     rules['padding is never a target'] = (weights == 0) | (targets != ids.pad)
   if side == 'decoder':
     rules |= _decoder_rules(batch, framing.decoder, mask)
-  rules |= _encoder_rules(batch, framing.encoder, eos_inside)
+  rules |= _encoder_rules(batch, framing.encoder, eos_inside, passages)
   rules |= _teacher_rules(batch, mask)
   for rule, holds in rules.items():
     if not holds.all():
@@ -435,7 +437,10 @@ def _decoder_rules(
 
 
 def _encoder_rules(
-  batch: Mapping[str, np.ndarray], ids: special_ids.SideIds, eos_inside: bool
+  batch: Mapping[str, np.ndarray],
+  ids: special_ids.SideIds,
+  eos_inside: bool,
+  passages: bool,
 ) -> dict[str, np.ndarray]:
   """Returns rule -> positions where it holds, [B, S]."""
   if 'encoder_tokens' not in batch:
@@ -445,12 +450,13 @@ def _encoder_rules(
     last = (segments > 0) & (segments != _following(segments))
     is_eos = (segments > 0) & (tokens == ids.eos)
     # Documents and turns inside may end with EOS too.
-    ends = is_eos | ~last if eos_inside else is_eos == last
+    inside = eos_inside or passages
+    ends = is_eos | ~last if inside else is_eos == last
     return {'an encoder segment ends with its only EOS': ends}
   start = (batch['encoder_positions'] == 0) & (segments > 0)
   is_bos = tokens == ids.bos
   # An inner document may end with EOS, which is also Qwen's BOS.
-  is_inside = eos_inside and ids.eos == ids.bos
+  is_inside = passages or (eos_inside and ids.eos == ids.bos)
   starts = is_bos | ~start if is_inside else start == is_bos
   rules = {
     'an encoder segment starts with its only BOS': (segments == 0) | starts

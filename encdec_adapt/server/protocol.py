@@ -144,6 +144,10 @@ _COMPLETION_FIELDS = _FIELDS | {
   ),
   'logprobs': _TOP,
   'echo': _FLAG,
+  'documents': (
+    lambda value: isinstance(value, list) and len(value) > 0,
+    'a list of texts, or of objects with text and title, not empty',
+  ),
 }
 _CHAT_FIELDS = _FIELDS | {
   'messages': (lambda value: isinstance(value, list), 'a list of messages'),
@@ -186,7 +190,14 @@ def parse(
     raise ApiError(404, f'model is {model!r}; it must be of {names}.', 'model')
   texts = [_messages(fields[field])] if is_chat else fields[field]
   texts = [texts] if is_text_or_ids(texts) else texts
-  prompts = [_encode(x, field, encoders[model], run_prefix) for x in texts]
+  asked = texts
+  if documents := fields.get('documents'):
+    field = 'documents'
+    if fields.get('echo') or not all(isinstance(x, str) for x in texts):
+      message = 'documents need a prompt of text, and no echo.'
+      raise ApiError(400, message, field)
+    asked = [{'question': x, 'documents': documents} for x in texts]
+  prompts = [_encode(x, field, encoders[model], run_prefix) for x in asked]
   count, top = fields.get('n', 1), fields.get('logprobs')
   if count > limits.rows:
     message = f'n is {count}; --batch_size of the server is {limits.rows}.'
@@ -327,7 +338,7 @@ def _encode(
 ) -> np.ndarray:
   """Returns framed token ids, int32 [n]."""
   try:
-    if field == 'messages' or isinstance(prompt, str):
+    if field != 'prompt' or isinstance(prompt, str):
       return encoder.encode(prompt)
   except errors.UserError as error:
     raise ApiError(400, f'{field}: {error}', field) from None

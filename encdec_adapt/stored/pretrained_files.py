@@ -272,12 +272,14 @@ def prompt_room(
       decoder-only model.
 
   Returns:
-    Tokens; None if the stored config.json states no limit.
+    Tokens; None if the stored config.json states no limit, or for passages.
 
   Raises:
     UserError: there is no room for BOS and a token, or a stored file is
       damaged.
   """
+  if stored.model.prompt_reader.passages.length:
+    return None  # Positions restart with every passage.
   side = stored.prompt_side
   # The second is in the folder of an embedding model.
   stated = embedding_files.read_room(stored.path) or math.inf

@@ -143,6 +143,7 @@ def test_prompts_are_framed_as_records_are():
   opened = vocabulary_pair.Opened(BYT5, BYT5)
   stored = types.SimpleNamespace(
     require_vocabularies=lambda: opened,
+    model=toy_models.pair_and_decoder(toy_models.stack())['encoder_decoder'],
     prompt_side='encoder',
     framing_side='encoder',
     framing=prompt_framing.PromptFraming(),

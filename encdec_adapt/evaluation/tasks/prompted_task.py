@@ -165,23 +165,26 @@ def _render(
   return Question(pair[0], choices, choices.index(pair[1]))
 
 
-def file_fields(flag: str, spec: str, default: str) -> tuple[str, list[str]]:
-  """Parses FILE[#FIELD,FIELD].
+def file_fields(
+  flag: str, spec: str, default: str, further: str = ''
+) -> tuple[str, list[str]]:
+  """Parses FILE[#FIELD,FIELD[,FURTHER]].
 
   Args:
     flag: the flag, for messages.
     spec: value of the flag.
     default: the fields without #.
+    further: name of an optional third field; '' for none.
 
   Raises:
-    UserError: there are not two fields.
+    UserError: there are not as many fields.
   """
   file, fields = option_strings.Part(flag, spec).partition('#')
   parts = fields.divide(',') if fields else []
   names = [part.text for part in parts] or default.split(',')
-  if len(names) != 2:
-    form = f'FILE#{default.upper()}'
-    raise fields.error(f'must be two fields, as in {form}.')
+  if not 2 <= len(names) <= 2 + bool(further):
+    form = f'FILE#{default.upper()}' + (further and f'[,{further.upper()}]')
+    raise fields.error(f'must be fields as in {form}.')
   return file.text, names
 
 

@@ -12,7 +12,11 @@ from encdec_adapt.evaluation.measures import text_metrics
 from encdec_adapt.evaluation.results import predictions, results_store
 from encdec_adapt.evaluation.tasks import prompted_task
 from encdec_adapt.files import paths
-from encdec_adapt.generation import model_in_memory, text_generation
+from encdec_adapt.generation import (
+  model_in_memory,
+  prompt_encoding,
+  text_generation,
+)
 from encdec_adapt.inference import row_batches
 from encdec_adapt.stored import model_on_disk, pretrained_files
 from encdec_adapt.telemetry import progress
@@ -28,14 +32,14 @@ class Pairs:
 
   Attributes:
     name: name of the task.
-    inputs: input texts of the model.
+    inputs: input texts of the model, or questions with documents.
     targets: references for each text, at least one.
     generation: options of the answers.
     tokenizers: tokenizers of BLEU and ROUGE.
   """
 
   name: str
-  inputs: Sequence[str]
+  inputs: Sequence[prompt_encoding.Prompt]
   targets: Sequence[Sequence[str]]
   generation: text_generation.Options
   tokenizers: tuple[str, str]
@@ -91,7 +95,8 @@ class Pairs:
     )
     cut = [completion.ended == 'length' for completion in ordered]
     scores.append(results_store.mean_score(self.name, CUT, cut))
-    examples = zip(self.inputs, self.targets, answers, values, cut, strict=True)
+    inputs = [x if isinstance(x, str) else x['question'] for x in self.inputs]
+    examples = zip(inputs, self.targets, answers, values, cut, strict=True)
     return scores + [
       predictions.Prediction(self.name, *example) for example in examples
     ]
@@ -100,11 +105,12 @@ class Pairs:
 def read(
   spec: str, limit: int | None = None, tokenizers: str = '', **options: Any
 ) -> Pairs:
-  """Reads FILE[#INPUT,TARGET].
+  """Reads FILE[#INPUT,TARGET[,DOCUMENTS]].
 
   Args:
     spec: path of a file (`prompted_task.read_rows`), and the fields of the
       texts, by default input and target. A target may be a list of references.
+      With a third field, inputs are questions about its documents.
     limit: maximum number of pairs to read.
     tokenizers: names for `text_metrics.choose`.
     **options: `OPTIONS` of the answers.
@@ -116,10 +122,11 @@ def read(
   """
   # Fail before hours of generation without a scorer.
   packages.require('a metric of texts', 'eval', 'rouge_score', 'sacrebleu')
-  path, names = prompted_task.file_fields('--pairs', spec, 'input,target')
+  form = 'input,target', 'documents'
+  path, names = prompted_task.file_fields('--pairs', spec, *form)
   inputs, targets = [], []
   for line, row in prompted_task.read_rows(path)[:limit]:
-    source, target = (row.get(name) for name in names)
+    source, target, *documents = (row.get(name) for name in names)
     references = [target] if isinstance(target, str) else target
     # All lines are checked before a model is read.
     is_list = isinstance(references, list) and references
@@ -130,6 +137,8 @@ def read(
         f'{line}: {names[0]} must be a text and {names[1]} a text or a list of'
         f' texts; its fields are {sorted(row)}.'
       )
+    for x in documents:
+      source = {'question': source, 'documents': x}
     inputs.append(source)
     targets.append(references)
   generation = text_generation.Options(**options)
