@@ -5,15 +5,17 @@
 
 A table has four names of classes and functions of the standard library, each
 with the beginning of its docstring up to the end of a word: 180 to 240
-characters, or 90 to 120 with `length=short`. With the latter, two fifths of the
+characters, 90 to 120 with `length=short`, or 60 to 80 with `length=shorter`.
+With `short`, two fifths of the
 questions fit 224 tokens of the shipped decoders together with table and answer;
 rows of that length drop the others. A question asks for one of the names, and
 the answer is its text, word for word: what is measured is whether a model
 copies from what it reads. The loss hardly tells whether it finds the row that
 is asked for: the choice among four rows is worth ln 4 nats of a whole answer.
 `table=none` leaves the table out, and `table=asked` all rows but the one that
-is asked for: what models answer then are floors. Every docstring is in one
-table; all four questions on a table are on the same side of the split.
+is asked for: what models answer then are floors. `table=rows` has the rows as
+passages (objective `passages`). Every docstring is in one table; all four
+questions on a table are on the same side of the split.
 
 This module imports neither TensorFlow nor SeqIO nor jax.
 """
@@ -30,9 +32,9 @@ from encdec_adapt.data.sources import document_source, python_source
 from encdec_adapt.objectives import randomness
 
 # Shortest and longest description, in characters.
-_LENGTHS = {'long': (180, 240), 'short': (90, 120)}
+_LENGTHS = {'long': (180, 240), 'short': (90, 120), 'shorter': (60, 80)}
 _ROWS = 4  # Rows of a table.
-_TABLES = 'all', 'asked', 'none'
+_TABLES = 'all', 'asked', 'none', 'rows'
 _NODES = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -40,7 +42,7 @@ _NODES = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 class LookupSource(python_source.PythonSource):
   """`lookups`: a table with a question, and the answer."""
 
-  form = 'lookups[:length=short][,table=asked|none]'
+  form = 'lookups[:length=short|shorter][,table=asked|none|rows]'
   document_kind = 'pairs'
 
   def _read_argument(self, argument: option_strings.Part) -> None:
@@ -84,10 +86,17 @@ class LookupSource(python_source.PythonSource):
 
 
 def _pair(table: list[tuple[str, str]], row: int, shown: str) -> str:
-  """Returns JSON of (the shown rows of a table with a question, answer)."""
-  rows = {'all': table, 'asked': [table[row]], 'none': []}[shown]
-  lines = ''.join(f'{name}: {text}\n' for name, text in rows)
+  """Returns JSON of (the shown rows of a table with a question, answer).
+
+  With 'rows' it is (a question, answer, the rows as passages).
+  """
   name, text = table[row]
+  if shown == 'rows':
+    passages = [{'title': title, 'text': words} for title, words in table]
+    content = [f'What is {name}?', text, {'rows': passages}]
+    return json.dumps(content, ensure_ascii=False)
+  rows = {'all': table, 'asked': [table[row]], 'none': []}[shown]
+  lines = ''.join(f'{title}: {words}\n' for title, words in rows)
   return json.dumps([f'{lines}What is {name}?\n', text], ensure_ascii=False)
 
 

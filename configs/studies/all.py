@@ -23,6 +23,7 @@ PAGES = (
   'objectives',
   'tuning',
   'lora',
+  'passages',
   'wang',
   'meap',
   'understanding',
