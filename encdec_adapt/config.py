@@ -264,8 +264,8 @@ def _with_passages(
   """Returns a model with the passages of the objective, if it makes some.
 
   Raises:
-    UserError: the model reads other passages, or the vocabulary, which frames
-      them, cannot be opened.
+    UserError: the model reads other passages, or there is no vocabulary, which
+      frames them.
   """
   length = max(x.options.get('length', 0) for x in data.objectives)
   stated = model.prompt_reader.passages
@@ -279,6 +279,12 @@ def _with_passages(
   # A saved configuration has them, and needs no vocabulary.
   if not length or stated.length:
     return model
+  if not data.vocabulary:
+    raise errors.UserError(
+      f'config.data.objective is {data.objective!r}, and a token of the'
+      ' vocabulary begins or ends a passage; set config.data.vocabulary, or for'
+      f' a plan config.model.encoder.passages.length={length}.'
+    )
   edge = passages.edge(data.vocabularies.open().encoder.ids)
   read = passage_segments.Passages(length, *edge)
   stack = dataclasses.replace(model.encoder, passages=read)

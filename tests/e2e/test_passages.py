@@ -140,6 +140,13 @@ def test_a_run_on_whole_inputs_names_the_passages(run, tmp_path):
     )
 
 
+def test_passages_need_a_vocabulary(tmp_path):
+  flags = '--config=configs/presets.py:encoder=toy,decoder=toy', '--dry_run'
+  flags += f'--workdir={tmp_path}', '--config.data.objective=passages'
+  with pytest.raises(errors.UserError, match='set config.data.vocabulary'):
+    tiny.call(test_t5.train, *flags)
+
+
 @pytest.mark.parity
 def test_an_exported_class_reads_states_of_passages(loaded, run, tmp_path):
   torch = pytest.importorskip('torch')
