@@ -222,7 +222,7 @@ def load(
   # For labels, the recipe adds the head.
   if data.objectives[0].rows.content != 'labels':
     check_rows(model, data.objectives[0])
-  model = _with_passages(model, data)
+  model = _with_passages(model, data.in_workdir(workdir), sources)
   recipe = recipe_class.of(
     recipe_lib.Sections(
       loss,
@@ -259,36 +259,42 @@ def load(
 
 
 def _with_passages(
-  model: model_config.ModelConfig, data: data_section.DataConfig
+  model: model_config.ModelConfig, data: data_section.DataConfig, sources: bool
 ) -> model_config.ModelConfig:
-  """Returns a model with the passages of the objective, if it makes some.
+  """Returns a model with the passages of its objective.
+
+  Args:
+    model: the model; that of a saved run has them.
+    data: the data of its job.
+    sources: whether to read the vocabulary, which frames passages.
 
   Raises:
-    UserError: the model reads other passages, or there is no vocabulary, which
-      frames them.
+    UserError: the model reads passages but the objective makes none, its
+      encoder is causal, or the vocabulary cannot be read.
   """
-  length = max(x.options.get('length', 0) for x in data.objectives)
-  stated = model.prompt_reader.passages
-  if stated.length and not 0 < length <= stated.length:
-    raise errors.UserError(
-      f'config.model.encoder.passages.length is {stated.length} and objective'
-      f' {data.objective!r} makes'
-      + (f' passages of {length} tokens' if length else ' no passages')
-      + '; set config.model.encoder.passages.length to 0.'
-    )
-  # A saved configuration has them, and needs no vocabulary.
-  if not length or stated.length:
+  length = max(objective.rows.passages for objective in data.objectives)
+  configured = model.prompt_reader.passages.length
+  if configured and not sources:
     return model
-  if not data.vocabulary:
+  if configured and not length:
     raise errors.UserError(
-      f'config.data.objective is {data.objective!r}, and a token of the'
-      ' vocabulary begins or ends a passage; set config.data.vocabulary, or for'
-      f' a plan config.model.encoder.passages.length={length}.'
+      f'config.model.encoder.passages.length is {configured} and objective'
+      f' {data.objective!r} makes no passages; set it to 0.'
     )
-  edge = passages.edge(data.vocabularies.open().encoder.ids)
-  read = passage_segments.Passages(length, *edge)
-  stack = dataclasses.replace(model.encoder, passages=read)
-  return dataclasses.replace(model, encoder=stack)
+  if not length:
+    return model
+  if model.encoder.role != 'bidirectional':
+    raise errors.UserError(
+      f'objective {data.objective!r} needs a bidirectional encoder; set'
+      ' config.model.causal_encoder to False.'
+    )
+  edge = ()
+  if sources:
+    edge = passages.edge(data.vocabularies.open().encoder.ids)
+  encoder = dataclasses.replace(
+    model.encoder, passages=passage_segments.Passages(length, *edge)
+  )
+  return dataclasses.replace(model, encoder=encoder)
 
 
 def set_model(
@@ -312,11 +318,12 @@ def with_compute(
 def with_implied(
   config: ml_collections.ConfigDict, model: model_config.ModelConfig
 ) -> ml_collections.ConfigDict:
-  """Returns a configuration with what loss and objective imply stated.
+  """Returns a configuration with keys of `model` that others imply.
 
   Args:
     config: the configuration.
-    model: its model, of which it states the head and the passages.
+    model: its model, with a head by loss and objective, and passages by the
+      objective.
   """
   config = config.copy_and_resolve_references()
   head = model_section.HeadSection.of(model.decoder.head)
@@ -461,6 +468,23 @@ def check_rows(
       f' {_READERS.get(content) or architectures.names(kinds)}, and the model'
       f' is {architecture.name}; change config.data.objective or'
       ' config.model.kind (the table is in configs/objectives.md).'
+    )
+
+
+def check_passages(
+  model: model_config.ModelConfig, objective: example_maker.Objective
+) -> None:
+  """Checks that a model that reads passages reads those of an objective.
+
+  Raises:
+    UserError: it makes none, or longer ones.
+  """
+  length = model.prompt_reader.passages.length
+  if length and not 0 < objective.rows.passages <= length:
+    raise errors.UserError(
+      f'the model reads passages of at most {length} tokens, and objective'
+      f' {objective.text!r} makes'
+      f' {objective.rows.passages or "none"}; use records of such passages.'
     )
 
 

@@ -113,7 +113,7 @@ def main(values: flags.FlagValues) -> int:
   generation = text_generation.Options(**{x: values[x].value for x in chosen})
   if values.embed and values.int8:
     raise errors.UserError('--embed does not work with --int8; leave out one.')
-  _check_best_of(values, generation)
+  _check_best_of(values, generation, prompts)
   if values.output:
     disk.require_output(values.output)
   # Options that affect the results; they must be equal to resume a file.
@@ -189,12 +189,19 @@ def read_prompts(
 
 
 def _check_best_of(
-  values: flags.FlagValues, generation: text_generation.Options
+  values: flags.FlagValues,
+  generation: text_generation.Options,
+  prompts: text_generation.Prompts,
 ) -> None:
   if bool(values.best_of) != bool(values.reward):
     raise errors.UserError(
       f'--best_of is {values.best_of}, --reward {values.reward!r}; give both or'
       ' neither.'
+    )
+  if values.best_of and any(isinstance(x, dict) for x in prompts.values()):
+    raise errors.UserError(
+      f'--best_of={values.best_of} chooses by rewards of texts, and a prompt'
+      ' has documents; leave out --best_of and --reward.'
     )
   if values.best_of and (values.embed or not generation.temperature):
     raise errors.UserError(

@@ -97,11 +97,14 @@ class LoadedModel:
     """
     return self.stored.require_vocabularies().decoder
 
-  def generate(self, texts: Sequence[str], **options: Any) -> list[str]:
+  def generate(
+    self, texts: Sequence[prompt_encoding.Prompt], **options: Any
+  ) -> list[str]:
     """Continues texts, like the command `generate`.
 
     Args:
-      texts: the prompts; with `chat`, a prompt may be a list of messages.
+      texts: the prompts; with `chat`, a prompt may be a list of messages. For a
+        model that reads passages, objects with `question` and `documents`.
       **options: fields of `text_generation.Options`, such as `max_tokens`,
         `temperature`, `stop` and `beams`; greedy by default.
 
@@ -391,6 +394,8 @@ class LoadedModel:
     """
     tokens = _tokens(tokens, self.config.stacks[side].vocab_size, side)
     model_config.check_positions(self.config, {side: tokens.shape[1]})
+    for row in np.asarray(tokens):
+      self.config.stacks[side].passages.require_fits(row)
     # Foreign masks are integers or floats; nonzero is True.
     mask = jnp.asarray(True if mask is None else mask) != 0
     segments = jnp.broadcast_to(mask, tokens.shape).astype(jnp.int32)

@@ -112,6 +112,7 @@ class PromptEncoder:
     self._separator = self._writer.encode(stored.framing.separator)
     self._edges = self.reader.ids.edges(stored.framing_side)
     self._head, self._tail = self._edges
+    self._opening = len(self._head)
     if mode:  # Before the inputs, as in `objectives.denoising`.
       self._head = [*self._head, _mode_id(stored, self.reader, mode)]
     self._sentinels: dict[str, int] = {}
@@ -139,7 +140,7 @@ class PromptEncoder:
     if isinstance(prompt, dict):
       return self._encode_passages(**prompt, room=room)
     framed = self._encode_text(prompt, room)
-    self._passages.require_fits(len(framed))
+    self._passages.require_fits(framed)
     return framed
 
   def _encode_passages(
@@ -147,8 +148,13 @@ class PromptEncoder:
   ) -> np.ndarray:
     if not self._passages.length:
       raise errors.UserError(
-        'it has documents, and the model reads its inputs as a whole'
-        ' (config.model.encoder.passages.length is 0); give one text.'
+        'it has documents, and the model was not trained on passages (objective'
+        ' `passages`); give one text.'
+      )
+    if self.prefix or self._sentinels or len(self._head) > self._opening:
+      raise errors.UserError(
+        'it has documents, which work without a prefix, a mode and sentinels;'
+        ' leave them out.'
       )
     try:
       ids = passages.encode(

@@ -146,7 +146,12 @@ def check(prompts: Prompts, *, chat: bool = False) -> Prompts:
     # The chat format checks messages when it encodes them.
     if chat and isinstance(prompt, list):
       continue
-    if isinstance(prompt, dict) and not chat and prompt.keys() == _QUESTION:
+    if isinstance(prompt, dict) and not chat:
+      if prompt.keys() != _QUESTION:
+        raise errors.UserError(
+          f'{origin} has the keys {sorted(prompt)}; an object has'
+          f' {" and ".join(_QUESTION)}.'
+        )
       prompt = prompt['question']
     if not isinstance(prompt, str):
       raise errors.UserError(f'{origin} must be a JSON string: {prompt!r:.60}')
@@ -198,7 +203,9 @@ def encode(
       ids = encoder.encode(prompt, options.max_prompt)
     except errors.UserError as error:
       raise errors.UserError(f'{origin}: {error}') from error
-    if not options.max_prompt and longest is not None and len(ids) > longest:
+    # Positions restart with every document.
+    limit = None if isinstance(prompt, dict) else longest
+    if not options.max_prompt and limit is not None and len(ids) > limit:
       raise errors.UserError(
         f'{origin} has {len(ids)} tokens, and the model has room for'
         f' {longest} (max_position_embeddings of its config.json, in a'

@@ -209,7 +209,7 @@ class Engine:
       name: math.inf if x.passages.length else x.positions.limit
       for name, x in stacks.items()
     }
-    self._prompt_size = model.config.prompt_reader.vocab_size
+    self._reader = model.config.prompt_reader
     self._queue: collections.deque[tuple[int, Request]] = collections.deque()
     self._active: list[_Active | None] = [None] * rows
     self._state: decoding.State | None = None
@@ -264,17 +264,18 @@ class Engine:
     return number
 
   def require_tokens(self, tokens: Int[np.ndarray, 'n']) -> None:
-    """Checks that a prompt's tokens are in the vocabulary.
+    """Checks the tokens of a prompt.
 
     Raises:
-      UserError: a token is not.
+      UserError: one is not in the vocabulary, or a passage is too long.
     """
+    self._reader.passages.require_fits(tokens)
     lowest, highest = int(tokens.min()), int(tokens.max())
     # A gather from the embedding table would clamp them silently.
-    if lowest < 0 or highest >= self._prompt_size:
+    if lowest < 0 or highest >= self._reader.vocab_size:
       raise errors.UserError(
         f'tokens of the prompt are {lowest} to {highest}; the vocabulary has'
-        f' the ids 0 to {self._prompt_size - 1}.'
+        f' the ids 0 to {self._reader.vocab_size - 1}.'
       )
 
   def cancel(self, number: int) -> None:

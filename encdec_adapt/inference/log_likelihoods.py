@@ -101,6 +101,7 @@ def score(
         f'nothing to score: {len(pair.context)} tokens of context and'
         f' {len(pair.continuation)} of continuation; both need one.'
       )
+    model.config.prompt_reader.passages.require_fits(pair.context)
   shards = rules.on(mesh).size('batch')
 
   def sort_key(i: int) -> tuple[int, ...]:

@@ -49,6 +49,8 @@ def embed(
   """
   pooling = heads.resolve_pooling(model.config.decoder.head, pooling)
   model.architecture.require_encoder()
+  for text in texts:
+    model.config.prompt_reader.passages.require_fits(text)
   # Sorted by length to reduce padding. The longest come first, so running out
   # of memory fails early.
   order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))

@@ -12,10 +12,10 @@ positions:
   (key, value);
 - inputs of layers from a second table: 2 * 3 D J per token and layer;
 - scores and weighted sum: 2 * 2 N H per visible pair of positions: L * L pairs
-  in a bidirectional layer (in each passage of P positions P * P, of an encoder
-  that reads passages), L (L + 1) / 2 in a causal layer, the pairs inside
-  the window in a local layer, T * S in cross-attention; a prefix decoder adds
-  S (S - 1) / 2 pairs among its inputs to the causal pairs;
+  in a bidirectional layer (of each passage, if it reads some), L (L + 1) / 2 in
+  a causal layer, the pairs inside the window in a local layer, T * S in
+  cross-attention; a prefix decoder adds S (S - 1) / 2 pairs among its inputs to
+  the causal pairs;
 - logits: 2 D V per position with logits: the targets or, with
   `loss.on_inputs`, all positions. The layer before BERT's table is not
   counted.
@@ -233,7 +233,7 @@ def _pairs(
   inputs: int,
 ) -> list[int]:
   """Returns the query-key pairs of layers with these windows."""
-  whole = stack.passages.length or max(length, 1)
+  passage = stack.passages.length or max(length, 1)
   by_window = {
     window: sum(
       count
@@ -244,7 +244,7 @@ def _pairs(
         window_rule=stack.window_rule,
         prefix=inputs if stack.role == 'prefix' else 0,
       )
-      for count, part in ((length // whole, whole), (1, length % whole))
+      for count, part in ((length // passage, passage), (1, length % passage))
       if part
     )
     for window in set(windows)

@@ -498,8 +498,8 @@ class StackConfig:
   def window_of(self, kind: LayerKind) -> tuple[int | None, str]:
     """Returns the window of layers of a kind, None without one, and its rule.
 
-    A global layer over passages has one that none exceeds, so that kernels skip
-    the other passages.
+    The window of global layers is the longest passage, so that kernels skip
+    other passages.
     """
     if kind == 'local':
       return self.window, self.window_rule
@@ -523,13 +523,12 @@ class DecoderOnlyConfig:
   """
 
   decoder: StackConfig
-
-  def __post_init__(self):
-    _check_passages(self.decoder)
-
   # No second stack to share them.
   shared_table: ClassVar[bool] = False
   shared_parts: ClassVar[tuple[str, ...]] = ()
+
+  def __post_init__(self):
+    _require_no_passages('decoder', self.decoder)
 
   @property
   def stacks(self) -> dict[str, StackConfig]:
@@ -564,8 +563,9 @@ class EncoderDecoderConfig:
   shared_table: bool = False
 
   def __post_init__(self):
-    for stack in self.stacks.values():
-      _check_passages(stack)
+    _require_no_passages('decoder', self.decoder)
+    if self.encoder.role != 'bidirectional':
+      _require_no_passages('causal encoder', self.encoder)
     # A pattern longer than the stack may have a kind without layers.
     kinds = set(self.decoder.pattern[: self.decoder.layers])
     if not any(self.decoder.reads_encoder(kind) for kind in kinds):
@@ -678,7 +678,7 @@ def t5gemma2(
 
 
 def without_passages(config: ModelConfig) -> ModelConfig:
-  """Returns a model that reads its inputs as a whole."""
+  """Returns a model that reads its inputs as one text."""
   stacks = {
     name: dataclasses.replace(stack, passages=passage_segments.Passages())
     for name, stack in config.stacks.items()
@@ -686,11 +686,11 @@ def without_passages(config: ModelConfig) -> ModelConfig:
   return dataclasses.replace(config, **stacks)
 
 
-def _check_passages(stack: StackConfig) -> None:
-  if stack.passages.length and stack.role != 'bidirectional':
+def _require_no_passages(name: str, stack: StackConfig) -> None:
+  if stack.passages.length:
     raise errors.UserError(
-      f'passages.length is {stack.passages.length} in a {stack.role} stack;'
-      ' only bidirectional encoders read passages. Set it to 0.'
+      f'passages.length of the {name} is {stack.passages.length}; only the'
+      ' bidirectional encoder of a pair reads passages. Set it to 0.'
     )
 
 
@@ -754,7 +754,11 @@ def prompt_model(
   if isinstance(head, heads_lib.Embedding) and role == 'prefix':
     # A prompt is all prefix, hence bidirectional.
     role = 'bidirectional'
-  return DecoderOnlyConfig(dataclasses.replace(stack, role=role, head=head))
+  return DecoderOnlyConfig(
+    dataclasses.replace(
+      stack, role=role, head=head, passages=passage_segments.Passages()
+    )
+  )
 
 
 def embedding_model(

@@ -450,8 +450,7 @@ def _encoder_rules(
     last = (segments > 0) & (segments != _following(segments))
     is_eos = (segments > 0) & (tokens == ids.eos)
     # Documents and turns inside may end with EOS too.
-    inside = eos_inside or passages
-    ends = is_eos | ~last if inside else is_eos == last
+    ends = is_eos | ~last if eos_inside or passages else is_eos == last
     return {'an encoder segment ends with its only EOS': ends}
   start = (batch['encoder_positions'] == 0) & (segments > 0)
   is_bos = tokens == ids.bos

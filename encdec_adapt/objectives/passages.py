@@ -9,6 +9,8 @@ the question, as `question: QUESTION title: TITLE context: TEXT`, and without
 the other passages (`ops.passage_segments`). A passage is a text, or an object
 with `text` and optionally `title`. Its end is cut to the option `length`,
 tokens with framing (250 as in the paper, section 4); the question never is.
+With the option `joined`, for comparisons, the encoder reads the same inputs as
+one text. `too_long` is of answers; passages that do not fit are an error.
 
 The inputs of an example are its framed passages in order, so that the token
 which frames inputs separates them, without its first and last edge.
@@ -33,8 +35,6 @@ from encdec_adapt.objectives import (
 from encdec_adapt.tokenizers import special_ids
 from encdec_adapt.tokenizers import vocabulary as vocabulary_lib
 
-_FIELDS = {'text', 'title'}
-
 
 class Passages(supervised.Supervised):
   """Questions with passages; see the module's docstring."""
@@ -44,16 +44,21 @@ class Passages(supervised.Supervised):
     'length': example_maker.Option(
       int, 'length=TOKENS, at least 8', lambda value: value >= 8
     ),
+    'joined': example_maker.Option(lambda text: True, 'joined'),
   }
   teacher_reads = ''
 
   @classmethod
   def rows(cls, options):
+    length = 0 if options.get('joined') else options['length']
     check = functools.partial(framing.check_framing, passages=True)
-    return row_fields.RowFields('passages', check=check)
+    return row_fields.RowFields('passages', check=check, passages=length)
 
-  def __init__(self, name, lengths, vocabulary, *encoder, length, **options):
+  def __init__(
+    self, name, lengths, vocabulary, *encoder, length, joined=False, **options
+  ):
     """Checks the options; see `supervised.Supervised`."""
+    del joined  # Of `rows`.
     super().__init__(name, lengths, vocabulary, *encoder, **options)
     self._length = length
 
@@ -88,7 +93,8 @@ def encode(
   Args:
     vocabulary: vocabulary of the encoder.
     question: the question, whole in every passage.
-    documents: the passages, texts or objects with `text` and `title`.
+    documents: the passages, texts or objects with `text` and, optionally,
+      `title`; other keys are not read.
     length: most tokens of a passage, framing included.
 
   Raises:
@@ -103,10 +109,10 @@ def encode(
   head, tail = vocabulary.ids.edges('encoder')
   room = length - vocabulary.ids.frame_size
   start = f'question: {question}'
-  if (taken := len(vocabulary.encode(start))) >= room:
+  if (size := len(vocabulary.encode(start))) >= room:
     raise errors.UserError(
-      f'its question has {taken} tokens, which leave none of a passage of'
-      f' length={length}; raise the option, or shorten the question'
+      f'its question has {size} tokens, which leave none of a passage of'
+      f' {length}; shorten it, or train with a larger option length'
     )
   tokens = []
   for number, document in enumerate(documents, start=1):
@@ -116,18 +122,15 @@ def encode(
 
 
 def _text(document: Any, number: int) -> str:
-  fields = {'text': document} if isinstance(document, str) else document
-  if (
-    not isinstance(fields, dict)
-    or not {'text'} <= fields.keys() <= _FIELDS
-    or not all(isinstance(text, str) for text in fields.values())
-  ):
+  title, text = None, document
+  if isinstance(document, dict):
+    title, text = document.get('title'), document.get('text')
+  if not isinstance(text, str) or not isinstance(title, str | None):
     raise errors.UserError(
       f'passage {number} is {document!r:.60}; it must be a text, or an object'
       ' with text and title'
     )
-  title = f'title: {fields["title"]} ' if 'title' in fields else ''
-  return f'{title}context: {fields["text"]}'
+  return ('' if title is None else f'title: {title} ') + f'context: {text}'
 
 
 def edge(ids: special_ids.SideIds) -> tuple[int, bool]:
@@ -139,8 +142,8 @@ def edge(ids: special_ids.SideIds) -> tuple[int, bool]:
 OBJECTIVES = {
   'passages': example_maker.Name(
     Passages,
-    'answers to questions of which the encoder reads each passage on its own'
-    ' (`pairs:` sources)',
+    'answers to questions with passages, each read on its own (`pairs:`'
+    ' sources)',
     {'length': 250},
   ),
 }

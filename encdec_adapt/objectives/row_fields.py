@@ -13,6 +13,7 @@ makes the fields of a batch, and `axes` has their logical axes.
 | labels        | `labelled`    | inputs with labels                        |
 | preferences   | `preferences` | a prompt and two answers                  |
 | texts         | `embeddings`  | a query, a positive and negatives         |
+| passages      | `passages`    | a question with passages, and the answer  |
 
 Must not import TensorFlow, SeqIO or JAX.
 """
@@ -75,6 +76,8 @@ class RowFields:
     packs: whether a row may hold several examples.
     texts: maximum number of texts per row to embed, else 0.
     ends_turns: whether targets end with the end-of-turn token.
+    passages: most tokens of a passage, if the encoder reads each on its own,
+      else 0.
   """
 
   content: str = 'pair'
@@ -88,6 +91,7 @@ class RowFields:
   packs: bool = True
   texts: int = 0
   ends_turns: bool = False
+  passages: int = 0
 
   def capacity(self, lengths: framing.Lengths) -> framing.Lengths:
     """Returns the maximum sums of `positions` over a row's examples."""

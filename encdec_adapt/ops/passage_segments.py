@@ -12,6 +12,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
+import numpy as np
 
 from encdec_adapt.base import errors, keys
 
@@ -23,7 +24,7 @@ class Passages:
   length: int = keys.key(
     0,
     'Most tokens of a passage, framing included: the encoder reads each passage'
-    ' on its own, at positions from 0; 0: it reads its inputs as a whole. The'
+    ' on its own, at positions from 0; 0: it reads its inputs as one text. The'
     ' objective `passages` sets the section.',
     at_least=0,
   )
@@ -37,20 +38,22 @@ class Passages:
   def __post_init__(self):
     keys.check(self, 'passages.')
 
-  def require_fits(self, tokens: int) -> None:
-    """Checks the length of a text that is read as a single passage.
+  def require_fits(self, tokens: Int[np.ndarray, 'n']) -> None:
+    """Checks framed inputs; fits without passages.
 
     Args:
-      tokens: its number of tokens, framing included.
+      tokens: token ids of one or several passages.
 
     Raises:
-      UserError: it is longer than a passage.
+      UserError: one is longer than `length`.
     """
-    if self.length and tokens > self.length:
+    edges = np.flatnonzero(np.asarray(tokens) == self.token) + self.ends
+    parts = np.diff(np.unique([0, *edges, len(tokens)]))
+    if self.length and max(parts, default=0) > self.length:
       raise errors.UserError(
         f'the encoder reads passages of at most {self.length} tokens'
-        f' (config.model.encoder.passages.length), and the text has {tokens};'
-        ' give a question and its documents.'
+        f' (config.model.encoder.passages.length), and one has {max(parts)};'
+        ' give a question with its documents, or a shorter text.'
       )
 
 
@@ -69,10 +72,10 @@ def split(
     position in the passage; both 0 at padding.
   """
   real, edges = segments > 0, tokens == passages.token
-  before = jnp.pad(segments, [(0, 0), (1, 0)])[:, :-1]
+  previous = jnp.pad(segments, [(0, 0), (1, 0)])[:, :-1]
   if passages.ends:  # A passage follows the end of another.
     edges = jnp.pad(edges, [(0, 0), (1, 0)])[:, :-1]
-  starts = real & (edges | (segments != before))
+  starts = real & (edges | (segments != previous))
   indices = jnp.arange(tokens.shape[1])
   first = jax.lax.cummax(jnp.where(starts, indices, 0), axis=1)
   numbers = jnp.cumsum(starts, axis=1, dtype=jnp.int32)

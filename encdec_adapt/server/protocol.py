@@ -190,14 +190,15 @@ def parse(
     raise ApiError(404, f'model is {model!r}; it must be of {names}.', 'model')
   texts = [_messages(fields[field])] if is_chat else fields[field]
   texts = [texts] if is_text_or_ids(texts) else texts
-  asked = texts
+  questions = texts
   if documents := fields.get('documents'):
+    if len(texts) > 1 or not isinstance(texts[0], str):
+      raise ApiError(400, 'documents need one prompt of text.', 'prompt')
+    if fields.get('echo'):
+      raise ApiError(400, 'echo is true; documents are not echoed.', 'echo')
     field = 'documents'
-    if fields.get('echo') or not all(isinstance(x, str) for x in texts):
-      message = 'documents need a prompt of text, and no echo.'
-      raise ApiError(400, message, field)
-    asked = [{'question': x, 'documents': documents} for x in texts]
-  prompts = [_encode(x, field, encoders[model], run_prefix) for x in asked]
+    questions = [{'question': texts[0], 'documents': documents}]
+  prompts = [_encode(x, field, encoders[model], run_prefix) for x in questions]
   count, top = fields.get('n', 1), fields.get('logprobs')
   if count > limits.rows:
     message = f'n is {count}; --batch_size of the server is {limits.rows}.'

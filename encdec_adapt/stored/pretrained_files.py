@@ -272,18 +272,17 @@ def prompt_room(
       decoder-only model.
 
   Returns:
-    Tokens; None if the stored config.json states no limit, or for passages.
+    Tokens; of a passage, if the model reads passages. None without a limit.
 
   Raises:
     UserError: there is no room for BOS and a token, or a stored file is
       damaged.
   """
-  if stored.model.prompt_reader.passages.length:
-    return None  # Positions restart with every passage.
   side = stored.prompt_side
   # The second is in the folder of an embedding model.
   stated = embedding_files.read_room(stored.path) or math.inf
-  limit = min(stack_positions(stored)[side], stated)
+  passage = stored.model.prompt_reader.passages.length or math.inf
+  limit = min(stack_positions(stored)[side], stated, passage)
   if limit == math.inf:
     return None
   room = limit - stored.model.architecture.positions(0, generated)[side]

@@ -43,7 +43,12 @@ def _key_values(text):
     (chips.parse, 'v9:4x4', 'v9', 'must be one of v4'),
     (text_sources.open_source, 'text:/a#words', 'words', 'must be paragraphs'),
     (text_sources.open_source, 'labels:/a#b', 'b', 'must be fields as in'),
-    (lambda x: text_pairs.read(x, 1), 'a.jsonl#b', 'b', 'must be fields as in'),
+    (
+      lambda x: text_pairs.read(x, 1),
+      'a.jsonl#b',
+      'b',
+      'must be fields as in',
+    ),
   ],
 )
 def test_an_error_points_at_its_column(read, text, piece, problem):

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 import encdec_adapt
-from encdec_adapt import generate
+from encdec_adapt import config as config_lib
+from encdec_adapt import evaluate, generate
 from encdec_adapt.base import errors
-from encdec_adapt.objectives import passages
+from encdec_adapt.objectives import objective_names, passages
 from tests import tiny, toy_models
 from tests.e2e import folders, test_t5
 
@@ -103,7 +104,6 @@ def test_answers_follow_passages_encoded_alone(loaded, run, tmp_path):
 def test_documents_are_served(loaded):
   app = pytest.importorskip('tests.server.test_http_app')
   service = app._service(loaded)
-  (answer,) = loaded.generate([PROMPT], max_tokens=6)
   documents = DOCUMENTS[:1]
   body = {'prompt': 'who', 'documents': documents, 'temperature': 0}
   with app._client(service) as client:
@@ -116,17 +116,40 @@ def test_documents_are_served(loaded):
       ({'documents': [3]}, 'documents: passage 1 is 3; it must be'),
       ({'documents': 'text'}, 'it must be a list of texts'),
       ({'documents': DOCUMENTS * 9}, 'at most 40 fit'),
-      ({'echo': True}, 'documents need a prompt of text, and no echo'),
+      ({'echo': True}, 'documents are not echoed'),
+      ({'prompt': ['a', 'b']}, 'documents need one prompt of text'),
     ):
       answer = client.post(app.COMPLETIONS, json=body | change)
       assert answer.status_code == 400
       assert words in answer.json()['error']['message']
 
 
+def test_held_out_rows_and_answers_are_measured(run, source, tmp_path):
+  found = folders.evaluate(run, run / 'records' / 'eval')
+  # On one device; the job was on a mesh of 8.
+  losses = (run / 'metrics.jsonl').read_text().splitlines()
+  losses = [json.loads(x)['loss'] for x in losses if '"eval"' in x]
+  assert found['loss'] == pytest.approx(losses[-1], rel=1e-5)
+  file = tmp_path / 'pairs.jsonl'
+  line = {'q': 'who', 'a': 'cat', 'p': DOCUMENTS}
+  file.write_text(json.dumps(line))
+  flags = f'--pairs={file}#q,a,p', f'--output={tmp_path}/out', '--cost='
+  flags += '--max_tokens=4', f'--checkpoint={run}'
+  assert tiny.call(evaluate, *flags) == 0
+  file.write_text(json.dumps({**line, 'p': 'text'}))
+  with pytest.raises(errors.UserError, match='line 1: p is .* must be a list'):
+    tiny.call(evaluate, *flags)
+  with pytest.raises(errors.UserError, match='makes none; use records'):
+    model = encdec_adapt.load(run).config
+    config_lib.check_passages(model, objective_names.parse_one('pairs'))
+
+
 def test_prompts_of_another_kind_are_refused(loaded, source):
-  with pytest.raises(errors.UserError, match='passages of at most 32 tokens'):
+  with pytest.raises(
+    errors.UserError, match='passages of at most 32 tokens .* one has'
+  ):
     loaded.generate(['a dog and a fox ' * 20])
-  with pytest.raises(errors.UserError, match='reads its inputs as a whole'):
+  with pytest.raises(errors.UserError, match='was not trained on passages'):
     encdec_adapt.load(source).generate([PROMPT])
   with pytest.raises(errors.UserError, match='4 documents take .* give fewer'):
     loaded.generate([PROMPT], max_prompt=20)
@@ -134,16 +157,18 @@ def test_prompts_of_another_kind_are_refused(loaded, source):
 
 def test_a_run_on_whole_inputs_names_the_passages(run, tmp_path):
   flags = f'--config=configs/sft.py:source={run}', f'--workdir={tmp_path}/on'
-  with pytest.raises(errors.UserError, match='makes no passages; set config'):
+  with pytest.raises(errors.UserError, match='makes no passages; set it to 0'):
     tiny.call(
       test_t5.train, *flags, *test_t5.JOB, '--config.data.source=pairs:x#q,a'
     )
 
 
-def test_passages_need_a_vocabulary(tmp_path):
-  flags = '--config=configs/presets.py:encoder=toy,decoder=toy', '--dry_run'
-  flags += f'--workdir={tmp_path}', '--config.data.objective=passages'
-  with pytest.raises(errors.UserError, match='set config.data.vocabulary'):
+def test_passages_need_a_vocabulary(source, tmp_path):
+  flags = [f'--config=configs/sft.py:source={source}']
+  flags.append('--config.data.source=pairs:x#q,a,p')
+  flags += [f'--workdir={tmp_path}', '--config.data.objective=passages']
+  flags.append('--config.data.vocabulary=')
+  with pytest.raises(errors.UserError, match='vocabulary .* cannot be read'):
     tiny.call(test_t5.train, *flags)
 
 

@@ -99,5 +99,7 @@ def test_only_encoders_read_passages():
     lambda: model_config.DecoderOnlyConfig(reading),
     lambda: model_config.encoder_decoder(reading, plain, causal_encoder=True),
   ):
-    with pytest.raises(errors.UserError, match='only bidirectional encoders'):
+    with pytest.raises(
+      errors.UserError, match='only the bidirectional encoder'
+    ):
       make()

@@ -12,7 +12,10 @@ from tests import tiny_tokenizers
 from tests.objectives.objective_cases import examples
 from tests.tokenizers import t5_files
 
-DOCUMENTS = ['a dog', {'title': 'Fox', 'text': 'a quick fox ' * 20}]
+DOCUMENTS = [
+  {'title': None, 'text': 'a dog', 'id': 1},
+  {'title': 'Fox', 'text': 'a quick fox ' * 20},
+]
 
 
 @pytest.fixture(scope='module', params=['gemma', 't5'])
@@ -46,6 +49,8 @@ def test_each_passage_has_the_question_and_is_cut(vocabulary):
   assert len(frame(second, 'encoder')) == 40
   # Two examples are packed into a row, which `check` accepts.
   kind = objective_names.parse_one('passages').rows
+  assert kind.passages == 250
+  assert objective_names.parse_one('passages:joined').rows.passages == 0
   sides = special_ids.Framing(ids, ids)
   lengths = framing.Lengths(160, 32, ids.frame_size)
   row = framing.stack_rows([kind.frame([pair, pair], lengths, sides)])
@@ -63,7 +68,7 @@ def test_each_passage_has_the_question_and_is_cut(vocabulary):
     (['q', 'a', {'p': []}], r'the passages are \[\]; they must be a list'),
     (['q', 'a', {'p': 'text'}], "the passages are 'text'; they must be"),
     (['q', 'a', {'p': ['x', {'title': 'y'}]}], 'passage 2 is .*title'),
-    (['q ' * 40, 'a', {'p': ['x']}], 'its question has .* length=40; raise'),
+    (['q ' * 40, 'a', {'p': ['x']}], 'its question has .* of 40; shorten it'),
     (['q', 'a', {'p': ['x'] * 30}], '1: its 30 passages take .* is 80; raise'),
   ],
 )

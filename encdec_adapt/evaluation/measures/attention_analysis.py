@@ -262,10 +262,16 @@ class AttentionEvaluation(held_out.HeldOutEvaluation):
     """Checks that a model can read the records and has a mask token.
 
     Raises:
-      UserError: it cannot, or its vocabulary has no mask token.
+      UserError: it cannot, its vocabulary has no mask token, or it reads
+        passages.
     """
     super().check(stored)
     _mask_token(stored)
+    if stored.model.prompt_reader.passages.length:
+      raise errors.UserError(
+        f'--attention analyses inputs of one text, and {stored.path} reads'
+        ' passages; leave it out.'
+      )
 
   def scores(
     self, model: model_in_memory.LoadedModel, rows: int, report: progress.Report

@@ -66,6 +66,7 @@ class HeldOutEvaluation:
     """
     spec = self.record_set.spec
     config_lib.check_kind(stored.model, spec.objectives[0])
+    config_lib.check_passages(stored.model, spec.objectives[0])
     # Cross-entropy of single rows, independent of the run's loss.
     if any(
       x.rows.answers > 1 or x.rows.content == 'texts' for x in spec.objectives

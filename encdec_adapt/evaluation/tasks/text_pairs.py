@@ -57,8 +57,11 @@ class Pairs:
 
   def check(self, stored: model_on_disk.StoredModel) -> None:
     """Checks that a model has vocabularies, a prefix, and room for a prompt."""
+    prompts = {}
+    if not isinstance(self.inputs[0], str):
+      prompts = {'input 0': self.inputs[0]}
     text_generation.encode(
-      {}, stored, self.generation, self.generation.max_tokens
+      prompts, stored, self.generation, self.generation.max_tokens
     )
 
   def scores(
@@ -74,6 +77,8 @@ class Pairs:
     stored, longest = model.stored, self.generation.max_tokens
     # Long prompts keep their last tokens, as in lm-eval.
     room = pretrained_files.prompt_room(stored, longest)
+    if not isinstance(self.inputs[0], str):
+      room = None  # Documents are cut one by one.
     options = dataclasses.replace(
       self.generation, max_prompt=room, batch_size=rows
     )
@@ -137,8 +142,13 @@ def read(
         f'{line}: {names[0]} must be a text and {names[1]} a text or a list of'
         f' texts; its fields are {sorted(row)}.'
       )
-    for x in documents:
-      source = {'question': source, 'documents': x}
+    if documents:
+      if not isinstance(documents[0], list) or not documents[0]:
+        raise errors.UserError(
+          f'{line}: {names[2]} is {documents[0]!r:.60}; it must be a list of'
+          ' documents, and not empty.'
+        )
+      source = {'question': source, 'documents': documents[0]}
     inputs.append(source)
     targets.append(references)
   generation = text_generation.Options(**options)
