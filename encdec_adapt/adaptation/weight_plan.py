@@ -299,7 +299,7 @@ def _fill_of(
   # The source may derive a leaf from its table, or store it with its decoder.
   if leaf == side.head and leaf not in side.leaves:
     leaf, note = side.table, 'the source ties its head to it'
-  elif source_parts[0] == 'embedder':
+  elif source_parts[0] == 'embedder' and leaf not in side.leaves:
     leaf = side.table.replace('table', '/'.join(source_parts[1:]))
     if leaf.endswith('/eoi') and leaf not in side.leaves:
       leaf, note = side.table, 'the embedding of the token'
@@ -420,7 +420,7 @@ def _unused(
       name == side.head or parts[0] in ('transform', 'embedding')
     ):
       reasons[name] = 'an encoder has no head'
-    elif encodes and '/'.join(parts).startswith(side.shared_parts):
+    elif encodes and '/'.join(parts) in side.shared_parts:
       reasons[name] = "the encoder reads the decoder's table"
     elif not side.target.head.predicts_tokens and (
       name == side.head or parts[0] == 'transform'

@@ -147,7 +147,7 @@ def _resized(
     if getattr(stack.head, 'transform', False):
       tables.append('transform/logits_bias')
     for table in tables:
-      if side == 'decoder' or not table.startswith(model.shared_parts):
+      if side == 'decoder' or table not in model.shared_parts:
         rows[f'{side}/{table}'] = entry
     if stack.head.predicts_tokens and stack.head.module:
       rows[f'{side}/{stack.head.module}/table'] = entry

@@ -402,7 +402,8 @@ class LoadedModel:
     # Positions count padding, to agree with transformers on left-padded rows.
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     # Except in RoBERTa, whose positions count tokens only.
-    if self.config.stacks[side].positions.offset:
+    is_pair = self.config.architecture.encodes_prompt
+    if self.config.stacks[side].positions.offset and not is_pair:
       positions = jnp.maximum(jnp.cumsum(segments, axis=1) - 1, 0)
     return tokens, segments, positions
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from encdec_adapt.base import errors, keys, saved_keys
 from encdec_adapt.huggingface import (
+  bart_json,
   class_defaults,
   families,
   layer_norm_json,
@@ -112,7 +113,8 @@ def raw_from_model(
       f'transformers has no class for this model, whose head is of kind {kind}.'
     )
   if config.decoder.relative or config.decoder.norm == 'layer':
-    module = t5_json if config.decoder.relative else layer_norm_json
+    module = bart_json if is_pair else layer_norm_json
+    module = t5_json if config.decoder.relative else module
     sizes = config.decoder.head.sizes(config.decoder.width)
     if not sizes:
       return module.raw_from_model(config)
@@ -339,8 +341,9 @@ def carried_fields(raw: families.Raw) -> dict[str, dict[str, Any]]:
   kind = raw.get('model_type')
   if kind == NATIVE_TYPE:
     return {k: dict(v) for k, v in raw.get('carried', {}).items()}
-  if kind in t5_json.TYPES:
-    names = (*TOKEN_IDS, *t5_json.CARRIED)
+  if kind in (*t5_json.TYPES, *bart_json.TYPES):
+    module = t5_json if kind in t5_json.TYPES else bart_json
+    names = (*TOKEN_IDS, t5_json.START, *module.CARRIED)
     return {'decoder': {x: raw[x] for x in names if raw.get(x) is not None}}
   if kind in PAIRS:
     parts = {k: {**raw, **v} for k, v in _parts(raw, PAIRS[kind]).items()}
@@ -369,7 +372,14 @@ def with_fields(
     part = {**fields.get('encoder', decoder_fields), **raw['text_config']}
     return {**raw, 'text_config': part}
   if kind in t5_json.TYPES:
-    return t5_json.with_fields(raw, decoder_fields)
+    raw = t5_json.with_fields(raw, decoder_fields)
+  if raw.get('is_encoder_decoder') and kind not in PAIRS:
+    raw = {**decoder_fields, **raw}
+    if raw.get(t5_json.START) is None:
+      # Padding, unless the vocabulary has a BOS.
+      start = raw.get('bos_token_id', raw.get('pad_token_id', 0))
+      raw[t5_json.START] = start
+    return raw
   if kind not in PAIRS:
     fields = {**decoder_fields, **raw}
     ends = fields.get('eos_token_id')
@@ -422,7 +432,7 @@ def model_from_raw(
     ):
       model = model_config.reward_model(model)
     return model, families.layout_of(family, stack)
-  for module in (t5_json, layer_norm_json):
+  for module in (t5_json, layer_norm_json, bart_json):
     if kind in module.TYPES:
       return module.model_from_raw(raw, file)
   if kind not in PAIRS:
@@ -433,6 +443,7 @@ def model_from_raw(
       *PAIRS,
       *t5_json.TYPES,
       *layer_norm_json.TYPES,
+      *bart_json.TYPES,
     ]
     raise errors.UserError(
       f'{file} has model_type {kind!r}; supported are {", ".join(supported)}'

@@ -4,6 +4,7 @@ Supports the layouts of transformers and our native layout (`weights.NATIVE`).
 """
 
 from collections.abc import Callable, Mapping
+import functools
 import os
 from typing import Any
 
@@ -141,4 +142,10 @@ def _plan(
   tensors: dict[str, list[weights.Weight]] = {}
   for weight in order:
     tensors.setdefault(layout.written(weight.name), []).append(weight)
-  return {name: plan(name, parts) for name, parts in tensors.items()}
+  plans = {name: plan(name, parts) for name, parts in tensors.items()}
+  for name in layout.zeros:
+    shape = 1, config.decoder.vocab_size
+    dtype_of_all = folder_lib.common_dtype(x.dtype for x in plans.values())
+    make_zeros = functools.partial(np.zeros, shape, dtype_of_all)
+    plans[name] = lazy_array.LazyArray.in_full(shape, dtype_of_all, make_zeros)
+  return plans

@@ -198,6 +198,9 @@ def _match(
     )
   unused = {}
   for canonical, pieces in present.items():
+    if canonical in layout.zeros:
+      _require_zeros(pieces[0].tensor, tensors)
+      continue
     weight = required.get(canonical)
     if weight is None:
       for piece in pieces:
@@ -212,6 +215,14 @@ def _match(
   for canonical, weight in required.items():  # In the order of experts.
     matches.setdefault(weight.leaf, []).append((weight, present[canonical]))
   return matches, unused
+
+
+def _require_zeros(name: str, tensors: tensor_folder.TensorFolder) -> None:
+  if np.any(tensors.read(name)):
+    raise errors.UserError(
+      f'{name} in {tensors.tensors[name].file} is not zero; our models have no'
+      ' such term. Only zeros are supported.'
+    )
 
 
 def _require_fits(

@@ -10,7 +10,7 @@ import dataclasses
 from typing import Any
 
 from encdec_adapt.base import errors
-from encdec_adapt.huggingface import families, weights
+from encdec_adapt.huggingface import class_choice, families, weights
 from encdec_adapt.models import heads, model_config
 from encdec_adapt.ops import relative_bias
 
@@ -24,7 +24,7 @@ _FIXED = {
   'post_norms': False,
   'scale_embeddings': False,
 }
-_BIASED = {
+BIASED = {
   **_FIXED,
   'pattern': ('global',),
   'norm_bias': True,
@@ -32,7 +32,7 @@ _BIASED = {
   'attention_bias': 'qkvo',
   'mlp_bias': True,
 }
-_ACTIVATIONS = {
+ACTIVATIONS = {
   'gelu': 'gelu',
   'gelu_new': 'gelu_tanh',
   'gelu_pytorch_tanh': 'gelu_tanh',
@@ -205,7 +205,7 @@ def _bert(
     {**_SIZES, 'layer_norm_eps': 'norm_eps', 'type_vocab_size': 'token_types'},
     'hidden_act',
     {
-      **_BIASED,
+      **BIASED,
       'role': 'bidirectional',
       'norms_after_sum': True,
       'embedding_norm': True,
@@ -259,7 +259,7 @@ TYPES: Mapping[str, Family] = {
       'layer_norm_epsilon': 'norm_eps',
     },
     'activation_function',
-    _BIASED,
+    BIASED,
     _GPT2_CLASSES[:1],
     dict.fromkeys(_GPT2_CLASSES, weights.DECODER_ONLY_GPT2),
     **_learned('n_positions'),
@@ -333,16 +333,7 @@ def model_from_raw(
   """
   family = TYPES[raw['model_type']]
   raw = {**family.defaults, **raw}
-  supported = {
-    **{name: (value,) for name, value in family.supported.items()},
-    family.activation: tuple(_ACTIVATIONS),
-  }
-  for name, values in supported.items():
-    if raw[name] not in values:
-      raise errors.UserError(
-        f'{file} has {name} = {raw[name]!r}; supported are'
-        f' {", ".join(map(str, values))}.'
-      )
+  check_supported(raw, file, family.supported, family.activation)
   stated = raw.get('architectures') or [family.tokens[0]]
   if len(stated) != 1 or stated[0] not in family.layouts:
     raise errors.UserError(
@@ -357,13 +348,8 @@ def model_from_raw(
       f' has {needed!r}; with the head only that is supported.'
     )
   fields = {ours: raw[theirs] for theirs, ours in family.fields.items()}
-  width, count = fields['width'], fields['heads']
-  fields['mlp_width'] = fields['mlp_width'] or 4 * width
-  if width % count:
-    raise errors.UserError(
-      f'{file} has a width of {width}, no multiple of its {count} heads.'
-      ' Download it again.'
-    )
+  fields['mlp_width'] = fields['mlp_width'] or 4 * fields['width']
+  fields |= head_fields(fields['width'], fields['heads'], file)
   head = heads.Tokens(raw['tie_word_embeddings'])
   if architecture == family.plain:
     head = heads.Tokens()
@@ -373,10 +359,7 @@ def model_from_raw(
     stack = model_config.StackConfig(
       **fields | {'norm_eps': float(fields['norm_eps'])},
       **family.fixed,
-      kv_heads=count,
-      head_dim=width // count,
-      query_scale=width / count,
-      activation=_ACTIVATIONS[raw[family.activation]],
+      activation=ACTIVATIONS[raw[family.activation]],
       **family.read(raw, file),
       head=head,
     )
@@ -404,30 +387,51 @@ def raw_from_model(
   Raises:
     UserError: no transformers class supports the model; names the reasons.
   """
-  reasons = []
-  for kind, family in TYPES.items():
-    try:
-      raw = _raw(config.decoder, kind, family)
-      back, layout = model_from_raw(raw, 'the exported config')
-    except errors.UserError as error:
-      reasons.append(f'{kind}: {error}')
-      continue
-    if 'local' not in back.decoder.pattern:  # The file has no window.
-      names = 'window', 'window_rule', 'local_rope_theta'
-      unread = {name: getattr(config.decoder, name) for name in names}
-      decoder = dataclasses.replace(back.decoder, **unread)
-      back = dataclasses.replace(back, decoder=decoder)
-    if not (different := model_config.differences(back, config)):
-      return raw, layout
-    reasons.append(f'{kind}: {different[0]}.')
-  raise errors.UserError(
-    f'transformers has no class for this model. {" ".join(reasons)}'
-  )
+  return class_choice.choose(config, TYPES, _raw, model_from_raw)
 
 
-def _raw(
-  stack: model_config.StackConfig, kind: str, family: Family
-) -> dict[str, Any]:
+def check_supported(
+  raw: Raw, file: str, supported: Raw, activation: str
+) -> None:
+  """Raises an error for a field with an unsupported value.
+
+  Args:
+    raw: parsed file.
+    file: name of the file.
+    supported: fields that change the function, and the supported value.
+    activation: field of the activation.
+  """
+  allowed = {
+    **{name: (value,) for name, value in supported.items()},
+    activation: tuple(ACTIVATIONS),
+  }
+  for name, values in allowed.items():
+    if raw[name] not in values:
+      raise errors.UserError(
+        f'{file} has {name} = {raw[name]!r}; supported are'
+        f' {", ".join(map(str, values))}.'
+      )
+
+
+def head_fields(width: int, count: int, file: str) -> dict[str, Any]:
+  """Returns our fields of `count` heads that divide the width of a stack."""
+  if width % count:
+    raise errors.UserError(
+      f'{file} has a width of {width}, no multiple of its {count} heads.'
+      ' Download it again.'
+    )
+  size = width // count
+  return {'kv_heads': count, 'head_dim': size, 'query_scale': float(size)}
+
+
+def activation_name(stack: model_config.StackConfig) -> str:
+  """Returns the name of a stack's activation in a config.json."""
+  names = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
+  return {**names, 'gelu_tanh': 'gelu_new'}[stack.activation]
+
+
+def _raw(config: model_config.ModelConfig, kind: str) -> dict[str, Any]:
+  stack, family = config.decoder, TYPES[kind]
   head, labels = stack.head, {}
   architecture = family.tokens[0]
   if isinstance(head, heads.Reward) and family.reward:
@@ -435,14 +439,12 @@ def _raw(
     labels = {'id2label': {'0': 'LABEL_0'}, 'label2id': {'LABEL_0': 0}}
   elif family.plain and not getattr(head, 'transform', False):
     architecture = family.plain
-  activations = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}
-  activations['gelu_tanh'] = 'gelu_new'
   return {
     'model_type': kind,
     'architectures': [architecture],
     **labels,
     **{theirs: getattr(stack, ours) for theirs, ours in family.fields.items()},
     **family.write(stack),
-    family.activation: activations[stack.activation],
+    family.activation: activation_name(stack),
     'tie_word_embeddings': getattr(head, 'tied', True),
   }

@@ -51,12 +51,14 @@ _FIELDS = (
     relative_attention_max_distance global_head_dim
     num_global_key_value_heads top_k_experts n_positions n_embd n_head
     n_inner max_position_embeddings local_attention
-    global_attn_every_n_layers""",
+    global_attn_every_n_layers encoder_ffn_dim decoder_ffn_dim
+    encoder_attention_heads decoder_attention_heads""",
   ),
   # Each layer costs host memory and compile time before any array exists.
   (
     _integer(1, 10_000),
-    'num_hidden_layers num_layers num_decoder_layers n_layer',
+    """num_hidden_layers num_layers num_decoder_layers n_layer encoder_layers
+    decoder_layers""",
   ),
   # Qwen 2 MoE writes a window of 0 for none.
   (
@@ -77,7 +79,7 @@ _FIELDS = (
     use_sliding_window scale_decoder_outputs attention_k_eq_v
     enable_moe_block scale_attn_weights scale_attn_by_inverse_layer_idx
     reorder_and_upcast_attn add_cross_attention is_decoder norm_bias
-    decoder_bias classifier_bias""",
+    decoder_bias classifier_bias scale_embedding""",
   ),
   (
     (

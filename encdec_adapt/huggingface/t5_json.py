@@ -6,11 +6,10 @@ writes every head as tied, so `folder` decides by the tensors.
 """
 
 from collections.abc import Mapping
-import dataclasses
 from typing import Any
 
 from encdec_adapt.base import errors
-from encdec_adapt.huggingface import class_defaults, weights
+from encdec_adapt.huggingface import class_choice, class_defaults, weights
 from encdec_adapt.models import heads, model_config
 from encdec_adapt.ops import relative_bias
 
@@ -23,7 +22,7 @@ UNSUPPORTED: Mapping[str, str] = {
 }
 START = 'decoder_start_token_id'
 # Fields absent from our configs; an export carries them over from the source.
-CARRIED = ('model_type', START, 'dropout_rate', 'initializer_factor')
+CARRIED = ('model_type', 'dropout_rate', 'initializer_factor')
 _FIELDS = {
   'vocab_size': 'vocab_size',
   'd_model': 'width',
@@ -120,26 +119,7 @@ def raw_from_model(
   Raises:
     UserError: no class does; lists the reasons.
   """
-  reasons = []
-  for kind in TYPES:
-    raw = _raw(config, kind)
-    try:
-      back, layout = model_from_raw(raw, 'the exported config')
-    except errors.UserError as error:
-      reasons.append(f'{kind}: {error}')
-      continue
-    # No layer uses the window, which the file lacks.
-    stacks = {
-      side: dataclasses.replace(stack, window=config.stacks[side].window)
-      for side, stack in back.stacks.items()
-    }
-    back = dataclasses.replace(back, **stacks)
-    if not (different := model_config.differences(back, config)):
-      return raw, layout
-    reasons.append(f'{kind}: {different[0]}.')
-  raise errors.UserError(
-    f'transformers has no class for this model. {" ".join(reasons)}'
-  )
+  return class_choice.choose(config, TYPES, _raw, model_from_raw)
 
 
 def _raw(config: model_config.ModelConfig, kind: str) -> dict[str, Any]:
@@ -184,7 +164,4 @@ def with_fields(
     renamed = {**raw, 'model_type': kind, 'architectures': classes}
     if model_from_raw(renamed, '')[0] == model_from_raw(raw, '')[0]:
       raw = renamed
-  if raw['is_encoder_decoder'] and raw.get(START) is None:
-    # Padding, unless the vocabulary has a BOS.
-    raw[START] = raw.get('bos_token_id', raw.get('pad_token_id', 0))
   return raw

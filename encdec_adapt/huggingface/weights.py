@@ -156,13 +156,14 @@ class Layout:
     layers: prefix of a layer's index.
     norm: name of a stack's final norm, without prefix.
     bias: name of a stack's relative position bias, without prefix.
-    leaves: our leaf outside of layers -> their name, for leaves that the other
-      fields do not name.
+    leaves: our leaf outside of layers, with or without its stack -> their name,
+      for leaves that the other fields do not name.
     head_by_value: whether a head is tied unless a tensor different from the
       table is stored, whatever config.json says.
     ignored: name prefixes of tensors unread by the class, or of towers.
     aliases: pattern of an alternative part of a name -> part used here.
     modules: prefix used here -> prefix of the module in memory, if different.
+    zeros: tensors of an output each, [1, V], that are 0.
     copies: name of a second copy of a tensor, from some writers -> name used by
       its class.
     fused: suffix of a tensor -> the weights in it. Of experts, the form of
@@ -186,6 +187,7 @@ class Layout:
   ignored: tuple[str, ...] = ()
   aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
   modules: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  zeros: tuple[str, ...] = ()
   copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
   fused: Mapping[str, Fused] = dataclasses.field(default_factory=dict)
   writes_fused: bool = False
@@ -532,6 +534,54 @@ def modern_bert_layout(prefix: str) -> Layout:
   )
 
 
+_BART_ATTENTIONS = {'attention': 'self_attn', 'cross_attention': 'encoder_attn'}
+PAIR_BART = Layout(
+  layer=_layer_norm_table(
+    {
+      **{
+        f'{ours}/{x}': f'{theirs}.{x[0]}_proj'
+        for ours, theirs in _BART_ATTENTIONS.items()
+        for x in _QUERY_KEY_VALUE
+      },
+      **{f'{x}/output': f'{y}.out_proj' for x, y in _BART_ATTENTIONS.items()},
+      'mlp/up': 'fc1',
+      'mlp/down': 'fc2',
+    },
+    # BART has norms after the sums, mBART before attention.
+    {
+      f'{place}_{ours}_norm': theirs
+      for place in ('pre', 'post')
+      for ours, theirs in (
+        ('attention', 'self_attn_layer_norm'),
+        ('cross', 'encoder_attn_layer_norm'),
+        ('mlp', 'final_layer_norm'),
+      )
+    },
+  ),
+  stacks=_PAIR,
+  embedder={'decoder': 'model.shared.'},
+  head='lm_head.weight',
+  norm='layer_norm.weight',
+  leaves={
+    **{
+      f'{k}/embedder/positions': f'{v}embed_positions.weight'
+      for k, v in _PAIR.items()
+    },
+    **{
+      f'{k}/embedder/norm/{s}': f'{v}layernorm_embedding.{t}'
+      for k, v in _PAIR.items()
+      for s, t in _NORM
+    },
+    **{f'{k}/final_norm/bias': f'{v}layer_norm.bias' for k, v in _PAIR.items()},
+  },
+  ignored=tuple(f'{x}version' for x in _PAIR.values()),
+  # Folders of the class without a head lack the prefix.
+  aliases={r'^(shared|encoder|decoder)\.': r'model.\1.'},
+  zeros=('final_logits_bias',),
+  copies={
+    f'{x}embed_tokens.weight': 'model.shared.weight' for x in _PAIR.values()
+  },
+)
 NATIVE = Layout(layer={}, stacks={}, embedder={}, head='', native=True)
 
 
@@ -661,8 +711,8 @@ def _weights(
   if part == 'embedding':  # Stored in separate files (`embedding_files`).
     return
   name, path = None, '/'.join([part, *inner])
-  if path in layout.leaves:
-    name = layout.leaves[path]
+  if theirs := layout.leaves.get(leaf) or layout.leaves.get(path):
+    name = theirs
   elif part == 'layers':
     number, *inner = inner
     table = (stack == 'encoder' and layout.encoder) or layout.layer

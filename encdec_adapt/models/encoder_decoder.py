@@ -52,10 +52,8 @@ class EncoderDecoder(base_model.BaseModel):
     encoder, decoder = params['encoder'], params['decoder']
     for part in self.config.shared_parts:
       module, leaf = part.split('/')
-      of_decoder = decoder[module]
-      if leaf:
-        of_decoder = {**encoder[module], leaf: of_decoder[leaf]}
-      encoder = {**encoder, module: of_decoder}
+      shared = {leaf: decoder[module][leaf]}
+      encoder = {**encoder, module: {**encoder.get(module, {}), **shared}}
     params = {'encoder': encoder}
     return self.run_stack(
       params, 'encoder', tokens, segments, positions, **options

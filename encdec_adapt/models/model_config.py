@@ -555,7 +555,7 @@ class EncoderDecoderConfig:
     encoder: the encoder's stack.
     decoder: the decoder's stack.
     shared_table: whether the encoder uses the decoder's embedding table
-      (T5Gemma 2).
+      (T5Gemma 2); norms and positions of embeddings are its own (BART).
   """
 
   encoder: StackConfig
@@ -574,12 +574,8 @@ class EncoderDecoderConfig:
         f" {self.decoder.pattern} and cross_layers 'global'."
       )
     if self.shared_table:
-      names = ['width', 'vocab_size', 'vocab_multiple', 'eoi_token', 'norm']
-      # All that an embedder has.
-      for name in (*names, 'embedding_norm', 'token_types', 'positions'):
+      for name in ('width', 'vocab_size', 'vocab_multiple', 'eoi_token'):
         ours, theirs = (getattr(s, name) for s in self.stacks.values())
-        if name == 'positions':
-          ours, theirs = (x.rows for x in (ours, theirs))
         if ours != theirs:
           raise errors.UserError(
             f'a shared embedding table needs equal {name}; the encoder has'
@@ -588,7 +584,7 @@ class EncoderDecoderConfig:
 
   @property
   def shared_parts(self) -> tuple[str, ...]:
-    """Starts of the encoder's paths that are stored with the decoder.
+    """The encoder's parameters that are stored with the decoder.
 
     Two second tables of one shape are a single one: they are half of a model.
     """
@@ -597,8 +593,13 @@ class EncoderDecoderConfig:
       for x in self.stacks.values()
     }
     inputs = self.decoder.layer_input_width and len(shapes) == 1
-    parts = ('embedder/', self.shared_table), ('layer_inputs/table', inputs)
-    return tuple(name for name, is_shared in parts if is_shared)
+    has_eoi = self.decoder.eoi_token is not None
+    parts = {
+      'embedder/table': self.shared_table,
+      'embedder/eoi': self.shared_table and has_eoi,
+      'layer_inputs/table': inputs,
+    }
+    return tuple(name for name, is_shared in parts.items() if is_shared)
 
   @property
   def stacks(self) -> dict[str, StackConfig]:

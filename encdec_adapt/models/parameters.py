@@ -86,7 +86,9 @@ def init(config: model_config.ModelConfig, rng: jax.Array) -> dict[str, Any]:
     # Every stack declares its tables; shared ones are stored only once.
     for part in config.shared_parts if name == 'encoder' else ():
       module, leaf = part.split('/')
-      del (params[name][module] if leaf else params[name])[leaf or module]
+      del params[name][module][leaf]
+      if not params[name][module]:
+        del params[name][module]
   return params
 
 
@@ -124,7 +126,7 @@ def parameter_table(
       f'{name}/{path}': info
       for name, stack_config in config.stacks.items()
       for path, info in _stack_table(stack_config).items()
-      if name == 'decoder' or not path.startswith(config.shared_parts)
+      if name == 'decoder' or path not in config.shared_parts
     }
   )
 

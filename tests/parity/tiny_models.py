@@ -124,6 +124,23 @@ T5 = dict(
   eos_token_id=1,
   decoder_start_token_id=0,
 )
+# Stacks that differ in every field that may; 6 is the root of the width.
+_BART = dict(
+  vocab_size=VOCAB,
+  d_model=36,
+  encoder_layers=3,
+  decoder_layers=2,
+  encoder_attention_heads=4,
+  decoder_attention_heads=3,
+  encoder_ffn_dim=48,
+  decoder_ffn_dim=40,
+  max_position_embeddings=32,
+  pad_token_id=0,
+  eos_token_id=1,
+  bos_token_id=2,
+  decoder_start_token_id=1,
+  forced_eos_token_id=None,
+)
 _BERT = dict(
   vocab_size=VOCAB,
   hidden_size=32,
@@ -157,6 +174,8 @@ class Case:
     encoder_window: window rule of this version of transformers with eager
       attention, if it differs from our default.
     eoi: token id of the end of an image, or None.
+    pads_right: whether prompts are padded on the right only, as positions
+      count padding.
     own_head: whether its head is untied, though transformers 5 ties that of
       every model built from a config of the class.
   """
@@ -168,6 +187,7 @@ class Case:
   encoder_window: str | None = None
   eoi: int | None = None
   own_head: bool = False
+  pads_right: bool = False
 
 
 def _decoder(family: str, covers: str, **fields) -> Case:
@@ -211,6 +231,14 @@ def _t5(family: str, covers: str, *, own_head: bool = True, **fields) -> Case:
 
   name = f'{family}ForConditionalGeneration'
   return Case(name, settings, covers, True, own_head=own_head)
+
+
+def _bart(family: str, covers: str, **fields) -> Case:
+  def settings():
+    return getattr(transformers, f'{family}Config')(**{**_BART, **fields})
+
+  name = f'{family}ForConditionalGeneration'
+  return Case(name, settings, covers, True, pads_right=True)
 
 
 def t5gemma2_settings():
@@ -418,6 +446,12 @@ CASES: Mapping[str, Case] = {
     ),
     'windows of both directions, fused gates, layer 0 without a norm',
   ),
+  'bart': _bart(
+    'Bart', 'norms of the sums, positions and norms of embeddings by stack'
+  ),
+  'mbart': _bart(
+    'MBart', 'norms before and at the end, scaled', scale_embedding=True
+  ),
   't5': _t5(
     'T5', 'one table a stack, one branch, tied and scaled', own_head=False
   ),
@@ -536,6 +570,8 @@ def batch(case: Case) -> Batch:
   sides = _rows(_LENGTH, 0)
   if case.is_pair:
     sides += _rows(_LENGTH - 1, 1)
+    for x in sides[2:] if case.pads_right else ():
+      x[2] = x[2, ::-1].copy()
   for tokens in sides[::2]:
     if case.eoi is not None:
       tokens[0, 3] = case.eoi
