@@ -18,6 +18,7 @@ TYPES: Mapping[str, str] = {'bart': 'Bart', 'mbart': 'MBart'}
 CARRIED = (
   *('dropout', 'attention_dropout', 'activation_dropout', 'classifier_dropout'),
   *('encoder_layerdrop', 'decoder_layerdrop', 'init_std'),
+  *('forced_bos_token_id', 'forced_eos_token_id'),
 )
 _SUPPORTED = {
   'is_encoder_decoder': True,

@@ -128,7 +128,7 @@ def search(
       np.float32(length_penalty),
       np.arange(at_once) < len(chosen),
       beams=beams,
-      vocab_size=engine.vocab_size,
+      **engine.choice,
     )
 
   for i, best in row_batches.outputs(run, order, at_once):
@@ -147,15 +147,17 @@ def _search(
   *,
   beams: int,
   vocab_size: int,
+  forced: int | None,
 ) -> Beams:
   """Searches prefilled prompts; returns the best hypothesis of each, n = 1.
 
   `model` comes from `build.unroll`, `params` and `state` from the engine;
   `real` marks rows with a prompt.
   """
+  choice = vocab_size, forced
   loop = jax.lax.while_loop(
     lambda loop: jnp.any((loop.step < state.limit) & loop.improving),
-    functools.partial(_advance, model, params, eos, penalty, vocab_size),
+    functools.partial(_advance, model, params, eos, penalty, choice),
     _start(state, real, beams),
   )
   # Finished hypotheses are sorted by descending score. At least one exists,
@@ -192,7 +194,7 @@ def _advance(
   params: base_model.Params,
   eos: Int[Array, 'k'],
   penalty: Float[Array, ''],
-  vocab_size: int,
+  choice: tuple[int, int | None],
   loop: _Loop,
 ) -> _Loop:
   batch, beams, _ = loop.open.tokens.shape
@@ -202,7 +204,7 @@ def _advance(
   hidden, cache = model.decode_step(weights, loop.last, loop.cache)
   logits = model.logits(weights, hidden[:, None])[:, 0]
   log_probs = jax.nn.log_softmax(logits).reshape(batch, beams, -1)
-  source, extended = _extend(loop, log_probs, eos, vocab_size)
+  source, extended = _extend(loop, log_probs, eos, *choice)
   # Ended hypotheses are chosen only if nothing else remains, at the limit; they
   # score below any open hypothesis.
   scores = extended.scores + jnp.where(extended.ended, _NEVER, 0.0)
@@ -238,10 +240,14 @@ def _extend(
   log_probs: Float[Array, 'b n V'],
   eos: Int[Array, 'k'],
   vocab_size: int,
+  forced: int | None,
 ) -> tuple[Int[Array, 'b m'], Beams]:
   """Returns the likeliest one-token extensions and their origins."""
   batch, beams, size = log_probs.shape
   kept = sampling.keep_vocabulary(log_probs, vocab_size)
+  if forced is not None:  # With probability 1, as in transformers.
+    certain = jnp.where(jnp.arange(size) == forced, 0.0, -jnp.inf)
+    kept = jnp.where(loop.step == 0, certain, kept)
   total = (kept + loop.open.scores[:, :, None]).reshape(batch, -1)
   # At most `len(eos)` extensions of each of n hypotheses end, so at least n
   # stay open. The minimum of 2 n is transformers'.

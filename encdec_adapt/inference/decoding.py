@@ -326,6 +326,7 @@ def advance(
   *,
   tempered: bool = False,
   vocab_size: int | None = None,
+  forced: int | None = None,
 ) -> State:
   """Generates one token per row.
 
@@ -337,6 +338,7 @@ def advance(
     tempered: whether to apply the temperature to the log-probabilities of
       sampled rows.
     vocab_size: vocabulary size, see `engine.SpecialIds`.
+    forced: first token of every row; None for a free choice.
   """
   rows = jnp.arange(len(state.last))
   # Inside the loop, so dequantized kernels are not kept in memory along with
@@ -359,6 +361,8 @@ def advance(
   )
   adjusted = sampling_lib.keep_vocabulary(adjusted, vocab_size)
   chosen = sampling_lib.choose(adjusted, state.count, options)
+  if forced is not None:
+    chosen = jnp.where(state.count == 0, forced, chosen)
   if tempered:
     temperature = options.temperature[:, None]
     logits = logits / jnp.where(temperature > 0, temperature, 1)

@@ -48,12 +48,14 @@ class SpecialIds:
     pad: padding token, never read.
     vocab_size: size of the decoder's vocabulary; ids beyond it, in a larger
       embedding table, are never generated. None allows all ids.
+    forced: token that every row generates first; None for a free choice.
   """
 
   bos: int
   eos: tuple[int, ...]
   pad: int
   vocab_size: int | None = None
+  forced: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -221,6 +223,11 @@ class Engine:
     self._adapters = adapters
     self.params, self.programs = self._variants[adapters]
 
+  @property
+  def choice(self) -> dict[str, int | None]:
+    """Options of choosing a token; see `decoding.advance`."""
+    return {'vocab_size': self.vocab_size, 'forced': self.ids.forced}
+
   def _next_group(self) -> int:
     first = itertools.islice(self._queue, self.group)
     same = itertools.takewhile(
@@ -342,7 +349,7 @@ class Engine:
     self._state = self.programs.run(
       decoding.decode,
       *self._decode_arguments(self._state, steps),
-      vocab_size=self.vocab_size,
+      **self.choice,
     )
     state, completions = self._state, []
     # A single transfer: each blocks on the devices.
@@ -480,8 +487,9 @@ class Engine:
           decoding.start, rows=self.rows, **size._asdict()
         ).out_info
         _, *arguments = self._decode_arguments(state, 1)
-        options = {'vocab_size': self.vocab_size}
-        calls.append(partial(decoding.decode, params, *arguments, **options))
+        calls.append(
+          partial(decoding.decode, params, *arguments, **self.choice)
+        )
         for width in size.widths():
           prompt = [Request(np.full(width, self.ids.pad), 1)]
           _, *arguments = self.prefill_arguments(prompt, self.group, [0], state)

@@ -305,7 +305,7 @@ def with_windows(batch: Batch, ids: special_ids.SideIds) -> Batch:
     if side == 'decoder':  # After its sentinel and the preceding visible run.
       span = np.maximum(span - 1, 0) + 0.5
     is_text = (segments > 0) & ~is_sentinel
-    is_text &= ~np.isin(tokens, ids.modes + ids.opening)
+    is_text &= ~np.isin(tokens, ids.modes + ids.opening + ids.target_opening)
     if side == 'encoder' and ids.ends_with_eos:  # The window has BOS instead.
       last = (segments > 0) & (segments != _following(segments))
       tokens, span = np.where(last, ids.bos, tokens), np.where(last, -0.5, span)

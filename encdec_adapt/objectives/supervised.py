@@ -221,7 +221,7 @@ class Supervised(example_maker.ExampleMaker):
     # The prefix is encoded with the inputs: tokens may span the boundary.
     encode, special = self._vocabulary.encode, self._vocabulary.ids
     ids = encode(self._prefix + inputs)
-    answer = [*special.opening, *encode(targets).tolist(), special.eos]
+    answer = [*special.target_opening, *encode(targets).tolist(), special.eos]
     answer = np.array(answer, np.int32)
     pair = framing.Pair(ids, answer, fields=_fields(*fields))
     if self._encoder_vocabulary:

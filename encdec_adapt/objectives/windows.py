@@ -122,8 +122,9 @@ class WindowMaker(example_maker.ExampleMaker):
     self.shortest = shortest
     ids = vocabulary.ids
     is_framed = lengths.encoder and lengths.decoder and ids.ends_with_eos
-    self.inner_eos = ids.frame_size if is_framed else 0
-    self._opening = np.array(ids.opening if is_framed else (), np.int32)
+    opening = ids.target_opening if is_framed else ()
+    self.inner_eos = len(opening) + 1 if is_framed else 0
+    self._opening = np.array(opening, np.int32)
     self._eos = np.array([ids.eos], np.int32)
     self.plans = self._make_plans()
     # Cumulative weights, to draw plans; a list, as `bisect` is faster on plain

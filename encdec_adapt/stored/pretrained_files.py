@@ -26,7 +26,7 @@ from encdec_adapt.huggingface import (
   vision,
 )
 from encdec_adapt.stored import model_on_disk
-from encdec_adapt.tokenizers import vocabulary_pair
+from encdec_adapt.tokenizers import vocabulary, vocabulary_pair
 
 FOLDER = 'hugging_face'
 _BASE = 'base_model.json'
@@ -34,6 +34,7 @@ _FRONT_MATTER = re.compile(r'\A---\n(.*?\n)---\n', re.DOTALL)
 # A folder in the cache of the Hub's client.
 _CACHED = re.compile(r'models--(.+?)--([^/]+)/snapshots/')
 _CARRIED = (tensor_folder.GENERATION, *model_on_disk.TOKENIZERS)
+_IDS = (*config_json.TOKEN_IDS, vocabulary.FORCED)
 # Fields of a generation config that name the software that wrote it.
 _STAMPS = ('transformers_version', '_from_model_config', '_commit_hash')
 # Cache settings for a class and version of transformers; the exported model may
@@ -241,9 +242,9 @@ def config_fields(
     UserError: a stored file is damaged.
   """
   fields = {'decoder': {}}
-  for name, vocabulary in opened.sides.items() if opened else ():
+  for name, side in opened.sides.items() if opened else ():
     if name == 'decoder' or opened.differ:
-      fields[name] = _ids(vocabulary)
+      fields[name] = _ids(side)
   # Stored files take precedence: they may list several EOS ids.
   for name, path in sources.items():
     raw = atomic.read_json(path / tensor_folder.CONFIG)
@@ -254,11 +255,12 @@ def config_fields(
   return fields
 
 
-def _ids(vocabulary: Any) -> dict[str, int | None]:
-  return {
-    f'{role}_token_id': getattr(vocabulary, role)
-    for role in ('bos', 'eos', 'pad')
+def _ids(opened: vocabulary.Vocabulary) -> dict[str, int]:
+  ids = {
+    f'{role}_token_id': getattr(opened, role) for role in ('bos', 'eos', 'pad')
   }
+  ids[vocabulary.FORCED] = opened.ids.forced
+  return {name: i for name, i in ids.items() if i is not None}
 
 
 def prompt_room(
@@ -328,7 +330,7 @@ def special_ids(
     opened: vocabularies of the model, if it has any.
 
   Returns:
-    Known ids: `bos`, `pad`, `eos` (a tuple), and the `vocab_size`.
+    Known ids: `bos`, `pad`, `eos` (a tuple), `forced`, and the `vocab_size`.
 
   Raises:
     UserError: a stored file is damaged.
@@ -357,8 +359,9 @@ def special_ids(
   # All EOS ids: generation must stop at any of them.
   if eos := tuple(dict.fromkeys(i for end in ends for i in tokens(end))):
     ids['eos'] = eos
+  ids['forced'] = {**fields, **generation}.get(vocabulary.FORCED)
   if framing:
-    ids['vocab_size'] = framing.size
+    ids |= {'vocab_size': framing.size, 'forced': framing.ids.forced}
   return ids
 
 
@@ -384,7 +387,7 @@ def generation_config(
     The content, and a note on omitted stored fields, '' for none.
   """
   ids = {**(_ids(opened.decoder) if opened else {}), **fields['decoder']}
-  content = {key: ids[key] for key in config_json.TOKEN_IDS if key in ids}
+  content = {key: ids[key] for key in _IDS if key in ids}
   stored = _stored_json(sources, tensor_folder.GENERATION)
   content |= {k: stored[k] for k in stored if k not in (*_STAMPS, *_CACHES)}
   # Decoder-only sources lack this field.

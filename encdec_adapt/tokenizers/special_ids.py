@@ -20,7 +20,9 @@ class SideIds:
     modes: mode tokens of UL2; likewise.
     ends_with_eos: T5's framing: an encoder reads `p EOS` instead of `BOS p`,
       and targets of pairs end with EOS unless truncated.
-    opening: ids before such inputs and targets: the `<s>` of CodeT5.
+    opening: ids before such inputs and targets: the `<s>` of CodeT5 and BART.
+    forced: token that decoders write first, whatever they predict (BART's
+      `<s>`, the language of mBART); targets open with it. None for no such.
   """
 
   pad: int
@@ -30,11 +32,17 @@ class SideIds:
   modes: tuple[int, ...] = dataclasses.field(default=(), compare=False)
   ends_with_eos: bool = False
   opening: tuple[int, ...] = ()
+  forced: int | None = None
 
   @property
   def frame_size(self) -> int:
     """Number of framing ids around an encoder's inputs."""
     return len(self.opening) + 1
+
+  @property
+  def target_opening(self) -> tuple[int, ...]:
+    """Ids before targets."""
+    return self.opening if self.forced is None else (self.forced,)
 
   def edges(self, side: str) -> tuple[list[int], list[int]]:
     """Returns the framing ids before and after a stack's inputs."""
@@ -75,6 +83,7 @@ class Framing:
         # Earlier descriptions lack these fields and this framing.
         ends_with_eos=tokens.get('ends_with_eos', False),
         opening=tuple(tokens.get('opening', ())),
+        forced=tokens.get('forced'),
       )
       for side, tokens in described.items()
     }

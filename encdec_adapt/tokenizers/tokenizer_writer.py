@@ -84,8 +84,9 @@ def write(folder: pathlib.Path, vocab: vocabulary.Vocabulary) -> str:
     name = source.name
     if source.suffix != '.json':
       name = T5 if vocab.ids.ends_with_eos else SENTENCEPIECE
-    # The model's config.json is written by the export, not copied.
-    if name != 'config.json' and not (folder / name).exists():
+    # The export writes files of the model.
+    is_models = name in ('config.json', vocabulary.GENERATION)
+    if not is_models and not (folder / name).exists():
       paths.copy(source, folder / name)
   is_byt5 = isinstance(vocab, byte_vocabulary.ByT5Vocabulary)
   if not is_byt5 and not (folder / JSON).exists():
@@ -96,7 +97,10 @@ def write(folder: pathlib.Path, vocab: vocabulary.Vocabulary) -> str:
     # The model's config.json may belong to a class without the field. [CLS]
     # frames texts without it.
     config = atomic.read_json(folder / CONFIG)
-    _write_json(folder / CONFIG, {**config, vocabulary.START: vocab.bos})
+    config[vocabulary.START] = vocab.bos
+    if vocab.ids.forced is not None:
+      config[vocabulary.FORCED] = vocab.ids.forced
+    _write_json(folder / CONFIG, config)
   if not vocab.added:
     return ''
   ids = {vocab.piece(i): i for i in vocab.added}

@@ -37,6 +37,10 @@ export also writes it into tokenizer_config.json):
 | EOS last, has no BOS  | not stated  | p EOS            | padding             |
 | both (BERT, RoBERTa)  | not stated  | BOS p EOS        | BOS                 |
 
+Targets begin with the ids before such inputs, or with `forced_bos_token_id` of
+the model's generation_config.json, or else of config.json, which is generated
+first (BART, mBART-50).
+
 A final EOS is ignored if there is a BOS and no start token is stated: the model
 may be a decoder. Inconsistent files are rejected.
 
@@ -59,6 +63,8 @@ from encdec_adapt.tokenizers import special_ids
 
 START = 'decoder_start_token_id'
 CONFIGS = ('tokenizer_config.json', 'config.json')  # Files with that key.
+GENERATION = 'generation_config.json'
+FORCED = 'forced_bos_token_id'
 ROLES = ('pad', 'eos', 'bos', 'unk', 'mask')
 MODES = ('R', 'S', 'X')
 # Names that never match in text, whatever the tokenizer's files declare:
@@ -168,8 +174,11 @@ class Vocabulary(abc.ABC):
         f' and its files name BOS {self.bos} and EOS {self.eos}; correct its'
         ' post_processor, or the tokenizer_config.json beside it.'
       )
-    if (self.bos, opening) != (roles['bos'], ()):
-      digest = digest_of(digest, self.bos, opening)
+    forced = self._stated_forced() if ends_with_eos else None
+    # Omitted if it says nothing more: older records stay valid.
+    different = () if forced is None or opening == (forced,) else (forced,)
+    if (self.bos, opening) != (roles['bos'], ()) or different:
+      digest = digest_of(digest, self.bos, opening, *different)
     self.stored_size = self.size = size
     # An export writes added tokens into the files, from where they are reread.
     self._original_size = _original_size(self._names, size)
@@ -190,6 +199,7 @@ class Vocabulary(abc.ABC):
       tuple(self.mode_ids.values()),
       ends_with_eos,
       opening,
+      forced,
     )
     self.note = self._loss()
 
@@ -222,6 +232,29 @@ class Vocabulary(abc.ABC):
         start = stated[START]
         allowed[START] = {start}
     return start
+
+  def _stated_forced(self) -> int | None:
+    """Returns the token that decoders are forced to write first, or None.
+
+    Adds the file that states it to `files`.
+
+    Raises:
+      UserError: it is no special token.
+    """
+    names = (GENERATION, *CONFIGS) if self.files else ()
+    for file in [self.files[0].parent / name for name in names]:
+      stated = atomic.read_json(file).get(FORCED) if file.is_file() else None
+      if stated is None:
+        continue
+      if stated not in self.specials.values():
+        raise errors.UserError(
+          f'{file} has {FORCED} {stated!r}, which is no special token of the'
+          f' tokenizer {self.path}; correct it, or use the files of one model.'
+        )
+      if file not in self.files:
+        self.files += (file,)
+      return stated
+    return None
 
   def _add(self, sentinels: int) -> None:
     # A second group would reuse the names of the first.
@@ -270,6 +303,7 @@ class Vocabulary(abc.ABC):
       },
       'ends_with_eos': self.ids.ends_with_eos,
       **({'opening': [*self.ids.opening]} if self.ids.opening else {}),
+      **({} if self.ids.forced is None else {'forced': self.ids.forced}),
     }
 
   @functools.cached_property
@@ -283,6 +317,8 @@ class Vocabulary(abc.ABC):
     names = '\n'.join(repr(self._piece(i)) for i in range(self._original_size))
     names += '\nends with EOS' if self.ids.ends_with_eos else ''
     names += f'\nopens with {self.ids.opening}' if self.ids.opening else ''
+    if self.ids.target_opening != self.ids.opening:
+      names += f'\ntargets open with {self.ids.target_opening}'
     return hashlib.sha256(names.encode('utf-8', 'replace')).hexdigest()
 
   @functools.cached_property

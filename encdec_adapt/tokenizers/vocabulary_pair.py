@@ -97,8 +97,8 @@ def _at(path: str | os.PathLike[str]) -> paths.Path:
   if not hub.is_address(path):
     return paths.at(path)
   folder, _, name = os.fspath(path).rpartition('/')
-  # config.json also states ids of roles.
-  files = (*FILES, 'config.json')
+  # These also state ids of roles.
+  files = (*FILES, 'config.json', vocabulary.GENERATION)
   if name in FILES:
     return hub.fetch(folder, files) / name
   return hub.fetch(path, files)

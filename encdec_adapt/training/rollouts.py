@@ -107,7 +107,7 @@ class Sampler:
     if any(x.rows.ends_turns for x in records.spec.objectives):
       ends.append(chat_format.end_of_turn(decoder))
     self._ends = np.array(ends, np.int32)
-    self._vocab_size = decoder.size
+    self._choice = {'vocab_size': decoder.size, 'forced': decoder.ids.forced}
     # Check memory once per program.
     self._require_memory = functools.cache(_require_memory)
 
@@ -168,7 +168,7 @@ class Sampler:
       decoding.start, rows=count, length=size['decoder'], source=source
     )
     limits = self._ends, np.int32(count), np.int32(options.tokens)
-    static = {'tempered': True, 'vocab_size': self._vocab_size}
+    static = {'tempered': True, **self._choice}
     state = start.out_info
     prefill = get(decoding.prefill, params, state, group, self._bos)
     decode = get(decoding.decode, params, state, *limits, **static)

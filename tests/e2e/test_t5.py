@@ -1,4 +1,4 @@
-"""T5, pretrained here or by others, to a tuned model in transformers."""
+"""T5 and BART, from pretraining to a tuned model in transformers."""
 
 import json
 
@@ -65,7 +65,9 @@ def assert_transformers_agrees(run, tmp_path):
   ours = encdec_adapt.load(run)
   exported = folders.export(run, tmp_path / 'exported')
   theirs = transformers.AutoModelForSeq2SeqLM.from_pretrained(exported)
-  assert type(theirs).__name__ == 'T5ForConditionalGeneration'
+  assert type(theirs).__name__ in (
+    'T5ForConditionalGeneration', 'BartForConditionalGeneration'
+  )  # fmt: skip
   tokens = np.random.default_rng(0).integers(3, ROWS, (2, ROWS), np.int32)
   inputs = torch.tensor(tokens).long()
   with torch.no_grad():
@@ -119,7 +121,7 @@ def test_from_pretraining_to_transformers(pairs, tmp_path):
   assert tokenizer.convert_tokens_to_ids('zorp') == sizes['vocab_size']
 
 
-@pytest.mark.parametrize('kind', ['flan', 'codet5'])
+@pytest.mark.parametrize('kind', ['flan', 'codet5', 'bart'])
 def test_a_folder_of_transformers_is_tuned_on_a_mesh(kind, pairs, tmp_path):
   folder = tmp_path / kind
   save = tiny_models.save_t5_tokenizer
@@ -133,13 +135,19 @@ def test_a_folder_of_transformers_is_tuned_on_a_mesh(kind, pairs, tmp_path):
     'decoder_start_token_id': tokenizer.pad_token_id,
     **{role: getattr(tokenizer, role) for role in roles},
   }
-  settings = transformers.T5Config(**fields)
-  theirs = tiny_models.make(tiny_models.CASES['t5_v1_1'], settings=settings)
+  case, settings = tiny_models.CASES['t5_v1_1'], transformers.T5Config(**fields)
+  if kind == 'bart':
+    case = tiny_models.CASES['bart']
+    settings, start = case.settings(), tokenizer.eos_token_id
+    fields |= {'decoder_start_token_id': start}
+    for name in ('vocab_size', 'decoder_start_token_id', *roles):
+      setattr(settings, name, fields[name])
+  theirs = tiny_models.make(case, settings=settings)
   theirs.save_pretrained(folder)
   tuned = job(
     f'sft.py:source={folder}', (32, 16), tmp_path / 'run', pairs, *MESH
   )
-  assert not encdec_adapt.load(tuned).config.decoder.head.tied
+  assert encdec_adapt.load(tuned).config.decoder.head.tied == (kind == 'bart')
   assert_transformers_agrees(tuned, tmp_path)
   # Records are framed as transformers' users frame inputs and labels.
   rows = record_sets.RecordSet.open(tuned / 'records' / 'train')
@@ -159,6 +167,6 @@ def test_a_folder_of_transformers_is_tuned_on_a_mesh(kind, pairs, tmp_path):
   for name, (change, verb) in changes.items():
     file = tmp_path / 'exported' / name
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
-    if kind == 'codet5':  # The class of T5 ignores parts of the file.
+    if kind != 'flan':  # The class of T5 ignores parts of the file.
       with pytest.raises(errors.UserError, match=f'transformers {verb}'):
         tiny.convert('verify', *flags)

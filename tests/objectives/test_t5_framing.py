@@ -22,6 +22,7 @@ T5 = special_ids.SideIds(PAD, EOS, PAD, (A, B), ends_with_eos=True)
 FRAMING = special_ids.Framing(T5, T5)
 OPENING = 2
 CODE_T5 = dataclasses.replace(T5, opening=(OPENING,))
+MBART = dataclasses.replace(CODE_T5, forced=3)
 LENGTHS = framing.Lengths(8, 6)
 BYT5 = vocabulary_pair.open_vocabulary('byt5')
 
@@ -104,7 +105,9 @@ def test_codet5_puts_its_opening_before_inputs_and_targets():
   assert index == [-1, -1, 1, 2, -1, 4, 5, -1]
 
 
-@pytest.mark.parametrize('ids', [T5, CODE_T5], ids=['t5', 'codet5'])
+@pytest.mark.parametrize(
+  'ids', [T5, CODE_T5, MBART], ids=['t5', 'codet5', 'mbart']
+)
 @pytest.mark.parametrize(
   'name', ['span_corruption', 'prefix_lm', 'prefix_lm_uniform:concatenate']
 )
@@ -120,7 +123,8 @@ def test_all_windows_end_their_targets(name, ids):
   sizes = [x.positions(lengths) for x in pairs]
   assert all(x.targets[-1] == EOS and EOS not in x.inputs for x in pairs)
   assert all((x.targets == EOS).sum() == 1 for x in pairs)
-  assert all((*x.targets[: len(ids.opening)],) == ids.opening for x in pairs)
+  opening = ids.target_opening
+  assert all((*x.targets[: len(opening)],) == opening for x in pairs)
   assert np.max(sizes) <= 24
   if 'concatenate' in name:  # Two windows fill a row.
     np.testing.assert_array_equal(np.add(*sizes[:2]), [24, 24])

@@ -131,10 +131,10 @@ _BART = dict(
   encoder_layers=3,
   decoder_layers=2,
   encoder_attention_heads=4,
-  decoder_attention_heads=3,
+  decoder_attention_heads=6,
   encoder_ffn_dim=48,
   decoder_ffn_dim=40,
-  max_position_embeddings=32,
+  max_position_embeddings=128,
   pad_token_id=0,
   eos_token_id=1,
   bos_token_id=2,
@@ -484,6 +484,8 @@ def make(case: Case, seed: int = 0, settings: Any = None):
   model = getattr(transformers, case.architecture)(settings)
   if case.own_head:
     model.lm_head.weight = torch.nn.Parameter(model.shared.weight.clone())
+  if settings.model_type == 'bart':
+    model.generation_config.forced_bos_token_id = settings.bos_token_id
   generator = torch.Generator().manual_seed(seed)
   with torch.no_grad():
     for weight in model.parameters():

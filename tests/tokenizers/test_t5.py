@@ -123,10 +123,22 @@ def test_ids_are_those_of_transformers(fallback, tmp_path):
   assert again.fingerprint == own.fingerprint
 
 
-@pytest.mark.parametrize('template', [False, True])
-def test_codet5_is_framed_by_its_post_processor(template, tmp_path):
+@pytest.mark.parametrize(
+  'template, forced', [(False, ''), (True, ''), (True, '<extra_id_3>')]
+)
+def test_codet5_is_framed_by_its_post_processor(template, forced, tmp_path):
+  """So is mBART, whose targets begin with the language to write."""
   folder = t5_files.train_code_t5(tmp_path / 'folder', template=template)
   own = vocabulary_pair.open_vocabulary(folder)
+  assert own.ids.target_opening == own.ids.opening
+  if forced:
+    others, language = own, own.specials[forced]
+    generation = json.dumps({'forced_bos_token_id': language})
+    (folder / 'generation_config.json').write_text(generation)
+    own = vocabulary_pair.open_vocabulary(folder)
+    assert own.ids.target_opening == (language,)
+    assert own.fingerprint != others.fingerprint
+    assert own.tokens_digest != others.tokens_digest
   assert own.ids.frame([7], 'encoder') == [own.specials['<s>'], 7, own.eos]
   assert own.ids.frame([7], 'decoder') == [own.pad, 7]
   described = dict.fromkeys(('encoder', 'decoder'), own.describe())
@@ -152,6 +164,7 @@ def test_codet5_is_framed_by_its_post_processor(template, tmp_path):
     ({'decoder_start_token_id': 999}, 'config.json has decoder_start_token_id'),
     ({'decoder_start_token_id': 40}, 'decoder_start_token_id 40, and the tok'),
     ({'eos_token_id': 3}, 'config.json has eos_token_id 3, and the tokenizer'),
+    ({'forced_bos_token_id': 3}, 'config.json has forced_bos_token_id 3'),
     ({'pad_token_id': 3}, 'config.json has pad_token_id 3, and the tokenizer'),
   ],
 )

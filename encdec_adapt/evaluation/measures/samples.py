@@ -61,6 +61,7 @@ class Sampler:
       tuple(ends),
       framing.decoder.pad,
       self._sides['decoder'].size,
+      framing.decoder.forced,
     )
 
   def __call__(

@@ -167,7 +167,7 @@ class Adapter(lm_eval_model.TemplateLM):
 
     The continuation starts like targets, see `special_ids.SideIds`.
     """
-    continuation = [*self._writer.ids.opening, *continuation]
+    continuation = [*self._writer.ids.target_opening, *continuation]
     room = self.max_length
     if self.backend == 'causal':
       # The last token of the continuation is predicted, not read.

@@ -89,7 +89,7 @@ class RetrievalEvaluation:
     writer = model.stored.require_vocabularies().decoder
     pairs = [
       log_likelihoods.Pair(
-        prompt, [*writer.ids.opening, *writer.encode(choice)]
+        prompt, [*writer.ids.target_opening, *writer.encode(choice)]
       )
       for example, prompt in zip(examples, prompts, strict=True)
       for choice in example.choices
