@@ -218,7 +218,8 @@ class PromptEncoder:
     # A decoder's ids may end with the EOS of an earlier text, which stays.
     head, tail = self._edges
     ids = ids[len(head) :] if [*ids[: len(head)]] == head else ids
-    return ids[:-1] if [*ids[-1:]] == tail else ids
+    end = len(ids) - len(tail)
+    return ids[:end] if [*ids[end:]] == tail else ids
 
   def span(self, prompt: np.ndarray, count: int) -> slice:
     """Returns the slice of a framed prompt before separator and EOS.

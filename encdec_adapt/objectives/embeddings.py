@@ -251,7 +251,8 @@ def _check(rows: framing.Batch, ids: special_ids.Framing, **rules: Any) -> None:
   if ids.encoder.ends_with_eos:
     rule, token = 'end with EOS', ids.encoder.eos
     # Where the next text, or padding, has position 0.
-    at = np.roll(rows['encoder_positions'] == 0, -1, axis=-1)
+    after = 1 + len(ids.encoder.closing)
+    at = np.roll(rows['encoder_positions'] == 0, -after, axis=-1)
     at &= rows['encoder_segments'] > 0
   if (rows['encoder_tokens'][at] != token).any():
     raise ValueError(f'batch framing: a text does not {rule}')

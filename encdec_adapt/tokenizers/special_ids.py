@@ -23,6 +23,7 @@ class SideIds:
     opening: ids before such inputs and targets: the `<s>` of CodeT5 and BART.
     forced: token that decoders write first, whatever they predict (BART's
       `<s>`, the language of mBART); targets open with it. None for no such.
+    closing: ids after the EOS of such inputs: the language of mBART cc25.
   """
 
   pad: int
@@ -33,11 +34,12 @@ class SideIds:
   ends_with_eos: bool = False
   opening: tuple[int, ...] = ()
   forced: int | None = None
+  closing: tuple[int, ...] = ()
 
   @property
   def frame_size(self) -> int:
     """Number of framing ids around an encoder's inputs."""
-    return len(self.opening) + 1
+    return len(self.opening) + 1 + len(self.closing)
 
   @property
   def target_opening(self) -> tuple[int, ...]:
@@ -47,7 +49,7 @@ class SideIds:
   def edges(self, side: str) -> tuple[list[int], list[int]]:
     """Returns the framing ids before and after a stack's inputs."""
     if self.ends_with_eos and side == 'encoder':
-      return [*self.opening], [self.eos]
+      return [*self.opening], [self.eos, *self.closing]
     return [self.bos], []
 
   def frame(self, inputs: Iterable[int], side: str) -> list[int]:
@@ -84,6 +86,7 @@ class Framing:
         ends_with_eos=tokens.get('ends_with_eos', False),
         opening=tuple(tokens.get('opening', ())),
         forced=tokens.get('forced'),
+        closing=tuple(tokens.get('closing', ())),
       )
       for side, tokens in described.items()
     }

@@ -34,6 +34,8 @@ export also writes it into tokenizer_config.json):
 | EOS last (T5, CodeT5) | stated      | p EOS, or BOS p  | the start token     |
 |                       |             | EOS if it puts   |                     |
 |                       |             | BOS first        |                     |
+| EOS, then others last | stated      | p EOS others     | the start token     |
+| (mBART cc25)          |             |                  |                     |
 | EOS last, has no BOS  | not stated  | p EOS            | padding             |
 | both (BERT, RoBERTa)  | not stated  | BOS p EOS        | BOS                 |
 
@@ -164,21 +166,25 @@ class Vocabulary(abc.ABC):
     head, tail = map(tuple, edges)
     start = self._stated_start(tail)
     is_t5 = frames or start is not None or self.bos == self.pad != self.eos
-    ends_with_eos = is_t5 and tail == (self.eos,)
-    opening = head if ends_with_eos else ()
+    ends_with_eos = is_t5 and tail[:1] == (self.eos,)
+    opening, closing = (head, tail[1:]) if ends_with_eos else ((), ())
     if ends_with_eos:
       self.bos = self.bos if start is None else start
-    elif head not in ((), (self.bos,)) or (tail and start is not None):
+    elif head not in ((), (self.bos,)) or (
+      tail and (start is not None or len(tail) > 1)
+    ):
       raise errors.UserError(
         f'the tokenizer {path} puts {head} before and {tail} behind every text,'
         f' and its files name BOS {self.bos} and EOS {self.eos}; correct its'
-        ' post_processor, or the tokenizer_config.json beside it.'
+        ' post_processor, or the tokenizer_config.json beside it, or name the'
+        f' {START} of an encoder-decoder there.'
       )
     forced = self._stated_forced() if ends_with_eos else None
-    # Omitted if it says nothing more: older records stay valid.
-    different = () if forced is None or opening == (forced,) else (forced,)
-    if (self.bos, opening) != (roles['bos'], ()) or different:
-      digest = digest_of(digest, self.bos, opening, *different)
+    # Omitted if they say nothing more: older records stay valid.
+    written = () if forced is None else (forced,)
+    more = [ids for ids in (written, closing) if ids not in ((), opening)]
+    if (self.bos, opening) != (roles['bos'], ()) or more:
+      digest = digest_of(digest, self.bos, opening, *more)
     self.stored_size = self.size = size
     # An export writes added tokens into the files, from where they are reread.
     self._original_size = _original_size(self._names, size)
@@ -200,6 +206,7 @@ class Vocabulary(abc.ABC):
       ends_with_eos,
       opening,
       forced,
+      closing,
     )
     self.note = self._loss()
 
@@ -304,6 +311,7 @@ class Vocabulary(abc.ABC):
       'ends_with_eos': self.ids.ends_with_eos,
       **({'opening': [*self.ids.opening]} if self.ids.opening else {}),
       **({} if self.ids.forced is None else {'forced': self.ids.forced}),
+      **({'closing': [*self.ids.closing]} if self.ids.closing else {}),
     }
 
   @functools.cached_property
@@ -317,8 +325,8 @@ class Vocabulary(abc.ABC):
     names = '\n'.join(repr(self._piece(i)) for i in range(self._original_size))
     names += '\nends with EOS' if self.ids.ends_with_eos else ''
     names += f'\nopens with {self.ids.opening}' if self.ids.opening else ''
-    if self.ids.target_opening != self.ids.opening:
-      names += f'\ntargets open with {self.ids.target_opening}'
+    more = self.ids.target_opening, self.ids.closing
+    names += '' if more == (self.ids.opening, ()) else f'\n{more}'
     return hashlib.sha256(names.encode('utf-8', 'replace')).hexdigest()
 
   @functools.cached_property

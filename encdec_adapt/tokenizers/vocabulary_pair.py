@@ -231,7 +231,7 @@ class Opened:
     return {
       'vocabulary': self.decoder.fingerprint,
       'encoder_vocabulary': self.encoder.fingerprint,
-      'opening': len(self.encoder.ids.opening),
+      'opening': self.encoder.ids.frame_size - 1,
     }
 
   def check_tables(self, sizes: Mapping[str, int]) -> list[str]:

@@ -23,6 +23,7 @@ FRAMING = special_ids.Framing(T5, T5)
 OPENING = 2
 CODE_T5 = dataclasses.replace(T5, opening=(OPENING,))
 MBART = dataclasses.replace(CODE_T5, forced=3)
+CC25 = dataclasses.replace(T5, bos=4, closing=(4,))
 LENGTHS = framing.Lengths(8, 6)
 BYT5 = vocabulary_pair.open_vocabulary('byt5')
 
@@ -105,8 +106,25 @@ def test_codet5_puts_its_opening_before_inputs_and_targets():
   assert index == [-1, -1, 1, 2, -1, 4, 5, -1]
 
 
+def test_the_first_mbart_puts_a_language_behind_eos():
+  pairs = [_pair([11], [13, EOS]), _pair([12], [22, EOS])]
+  ids = special_ids.Framing(CC25, CC25)
+  row = framing.frame_row(pairs, framing.Lengths(8, 6, CC25.frame_size), ids)
+  rows = framing.stack_rows([row])
+  framing.check_framing(rows, ids)
+  assert _lists(rows, 'encoder_tokens', 'decoder_tokens') == [
+    [11, EOS, 4, 12, EOS, 4, 0, 0],
+    [4, 13, 4, 22, 0, 0],
+  ]
+  (tokens,) = _lists(framing.with_windows(rows, CC25), 'window_tokens')
+  assert tokens[:9] == [4, 11, 13, EOS, 4, 12, 22, EOS, 0]
+  rows['encoder_tokens'][0, 1:3] = 4, EOS
+  with pytest.raises(ValueError, match='ends with its only EOS'):
+    framing.check_framing(rows, ids)
+
+
 @pytest.mark.parametrize(
-  'ids', [T5, CODE_T5, MBART], ids=['t5', 'codet5', 'mbart']
+  'ids', [T5, CODE_T5, MBART, CC25], ids=['t5', 'codet5', 'mbart', 'cc25']
 )
 @pytest.mark.parametrize(
   'name', ['span_corruption', 'prefix_lm', 'prefix_lm_uniform:concatenate']
@@ -127,7 +145,8 @@ def test_all_windows_end_their_targets(name, ids):
   assert all((*x.targets[: len(opening)],) == opening for x in pairs)
   assert np.max(sizes) <= 24
   if 'concatenate' in name:  # Two windows fill a row.
-    np.testing.assert_array_equal(np.add(*sizes[:2]), [24, 24])
+    targets = 24 - 2 * len(ids.closing)
+    np.testing.assert_array_equal(np.add(*sizes[:2]), [24, targets])
 
 
 def test_texts_that_are_embedded_end_with_eos():

@@ -6,6 +6,7 @@ import pytest
 
 from encdec_adapt.base import errors
 from encdec_adapt.huggingface import (
+  bart_json,
   class_defaults,
   config_json,
   families,
@@ -61,7 +62,7 @@ def paths_of(raw, defaults):
   'model_type',
   [
     *(*families.FAMILIES, *config_json.PAIRS),
-    *(*t5_json.TYPES, *layer_norm_json.TYPES),
+    *(*t5_json.TYPES, *layer_norm_json.TYPES, *bart_json.TYPES),
   ],
 )
 def test_each_field_left_out(model_type):
@@ -70,6 +71,8 @@ def test_each_field_left_out(model_type):
   family = pair.family.model_type if pair else model_type
   if model_type in layer_norm_json.TYPES:
     defaults = layer_norm_json.TYPES[model_type].defaults
+  elif model_type in bart_json.TYPES:
+    defaults = bart_json.DEFAULTS
   else:
     defaults = class_defaults.DEFAULTS[family]
   # A field that the class lacks would be written, and then dropped by it.

@@ -4,6 +4,8 @@ import json
 
 import numpy as np
 import pytest
+import tokenizers
+from tokenizers import processors
 
 from encdec_adapt.base import errors
 from encdec_adapt.tokenizers import (
@@ -156,6 +158,24 @@ def test_codet5_is_framed_by_its_post_processor(template, forced, tmp_path):
   for text in TEXTS:
     ids = own.ids.frame(own.encode(text), 'encoder')
     assert reader(text)['input_ids'] == ids
+
+
+def test_the_first_mbart_is_framed_by_its_post_processor(tmp_path):
+  folder = t5_files.train_code_t5(tmp_path, template=True)
+  file = folder / 'tokenizer.json'
+  tokenizer = tokenizers.Tokenizer.from_file(str(file))
+  ids = {x: tokenizer.token_to_id(x) for x in ('</s>', '<extra_id_3>')}
+  tokenizer.post_processor = processors.TemplateProcessing(
+    single='$A </s> <extra_id_3>', special_tokens=[*ids.items()]
+  )
+  tokenizer.save(str(file))
+  own = vocabulary_pair.open_vocabulary(folder)
+  assert own.ids.frame([7], 'encoder') == [7, *ids.values()]
+  described = dict.fromkeys(('encoder', 'decoder'), own.describe())
+  assert special_ids.Framing.from_description(described).encoder == own.ids
+  (folder / 'config.json').write_text('{}')  # Which language to write?
+  with pytest.raises(errors.UserError, match='name the decoder_start_token_id'):
+    vocabulary_pair.open_vocabulary(folder)
 
 
 @pytest.mark.parametrize(

@@ -86,8 +86,8 @@ class RecordSpec:
       when records are made, and not compared.
     vocabulary: fingerprint of the decoder's vocabulary; '' likewise.
     encoder_vocabulary: fingerprint of the encoder's vocabulary; '' likewise.
-    opening: number of ids before inputs (`special_ids.SideIds.opening`); 0
-      likewise.
+    opening: number of ids around inputs (`special_ids.SideIds.frame_size`) but
+      the first; 0 likewise.
   """
 
   source: str
@@ -431,7 +431,9 @@ def check_framing(
   stored = special_ids.Framing.from_description(manifest['vocabularies'])
   for side, opened in sides.items():
     ours, theirs = (
-      f'{"BOS " * len(ids.opening)}p EOS' if ids.ends_with_eos else 'BOS p'
+      f'{"BOS " * len(ids.opening)}p EOS{" +" * len(ids.closing)}'
+      if ids.ends_with_eos
+      else 'BOS p'
       for ids in (getattr(stored, side), opened.ids)
     )
     if ours != theirs:
