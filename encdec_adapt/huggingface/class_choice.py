@@ -5,7 +5,7 @@ import dataclasses
 from typing import Any
 
 from encdec_adapt.base import errors
-from encdec_adapt.huggingface import weights
+from encdec_adapt.huggingface import raw_fields, weights
 from encdec_adapt.models import model_config
 
 # Fields that files of models without local layers lack.
@@ -36,6 +36,7 @@ def choose(
   for kind in kinds:
     try:
       raw = write(config, kind)
+      raw_fields.check(raw, 'the exported config')
       back, layout = read(raw, 'the exported config')
     except errors.UserError as error:
       reasons.append(f'{kind}: {error}')

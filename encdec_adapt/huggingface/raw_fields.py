@@ -52,7 +52,7 @@ _FIELDS = (
     num_global_key_value_heads top_k_experts n_positions n_embd n_head
     n_inner max_position_embeddings local_attention
     global_attn_every_n_layers encoder_ffn_dim decoder_ffn_dim
-    encoder_attention_heads decoder_attention_heads""",
+    encoder_attention_heads decoder_attention_heads type_vocab_size""",
   ),
   # Each layer costs host memory and compile time before any array exists.
   (
@@ -63,7 +63,7 @@ _FIELDS = (
   # Qwen 2 MoE writes a window of 0 for none.
   (
     _integer(0),
-    'sliding_window max_window_layers eoi_token_index type_vocab_size',
+    'sliding_window max_window_layers eoi_token_index',
   ),
   (
     (_is_above_0, 'a number above 0'),
