@@ -8,7 +8,8 @@ decoder reads in place of the targets (MEAP's masks). Fields of a batch:
 |------------------|--------------------------------------------------------|
 | encoder_tokens   | BOS p_0 .. p_m-1; for vocabularies with EOS at the end |
 |                  | (T5's) p_0 .. p_m-1 EOS, after the opening, if any     |
-|                  | (CodeT5's `<s>`)                                       |
+|                  | (`<s>` of CodeT5 and BART), and before the closing, if |
+|                  | any (a language of mBART)                              |
 | decoder_tokens   | BOS r_0 .. r_n-2; r is t by default                    |
 | targets          | t_0 .. t_n-1                                           |
 | weights          | w_0 .. w_n-1, or 1; 0 at padding                       |
@@ -25,8 +26,8 @@ decoder reads in place of the targets (MEAP's masks). Fields of a batch:
 | row              | index of the record row, -1 for a filler row           |
 | stored_*         | k ids and probabilities per target of a stored teacher |
 
-A pair takes m+1 encoder (m+2 with an opening), n decoder and m+1+n teacher
-positions. Each side has the BOS and padding of its vocabulary; EOS and the
+A pair takes m+1 encoder (more with an opening or a closing), n decoder and
+m+1+n teacher positions. Each side has the BOS and padding of its vocabulary; EOS and the
 teacher's tokens are the decoder's. T5's BOS is its padding; its targets begin
 with the opening, if any, and end with EOS unless truncated. With two
 vocabularies, a pair takes the encoder positions of the longer of its two

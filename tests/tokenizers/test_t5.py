@@ -4,8 +4,6 @@ import json
 
 import numpy as np
 import pytest
-import tokenizers
-from tokenizers import processors
 
 from encdec_adapt.base import errors
 from encdec_adapt.tokenizers import (
@@ -160,22 +158,34 @@ def test_codet5_is_framed_by_its_post_processor(template, forced, tmp_path):
     assert reader(text)['input_ids'] == ids
 
 
-def test_the_first_mbart_is_framed_by_its_post_processor(tmp_path):
-  folder = t5_files.train_code_t5(tmp_path, template=True)
-  file = folder / 'tokenizer.json'
-  tokenizer = tokenizers.Tokenizer.from_file(str(file))
-  ids = {x: tokenizer.token_to_id(x) for x in ('</s>', '<extra_id_3>')}
-  tokenizer.post_processor = processors.TemplateProcessing(
-    single='$A </s> <extra_id_3>', special_tokens=[*ids.items()]
+@pytest.mark.parametrize('name', ['MBart50Tokenizer', 'MBartTokenizer'])
+def test_mbart_is_framed_as_its_classes_do(name, tmp_path):
+  transformers = pytest.importorskip('transformers')
+  is_first = name == 'MBartTokenizer'
+  vocabulary = [(x, 0.0) for x in ('<s>', '<pad>', '</s>', '<unk>', '\u2581')]
+  vocabulary += [(x, -1.0) for x in 'abcdefghijklmnopqrstuvwxyz']
+  theirs = getattr(transformers, name)(
+    vocab=vocabulary, src_lang='de_DE', tgt_lang='en_XX'
   )
-  tokenizer.save(str(file))
-  own = vocabulary_pair.open_vocabulary(folder)
-  assert own.ids.frame([7], 'encoder') == [7, *ids.values()]
+  theirs.save_pretrained(tmp_path)
+  language = theirs.convert_tokens_to_ids('en_XX')
+  config = {'decoder_start_token_id': language if is_first else 2}
+  (tmp_path / 'config.json').write_text(json.dumps(config))
+  forced = json.dumps({'forced_bos_token_id': None if is_first else language})
+  (tmp_path / 'generation_config.json').write_text(forced)
+  own = vocabulary_pair.open_vocabulary(tmp_path)
+  tokens, ids = own.encode('two cats').tolist(), own.ids
+  assert ids.frame(tokens, 'encoder') == theirs('two cats').input_ids
+  # The first mBART's labels also have the language, after EOS.
+  labels = theirs(text_target='two cats').input_ids[: -1 if is_first else None]
+  assert [*ids.target_opening, *tokens, own.eos] == labels
+  assert own.bos == config['decoder_start_token_id']
   described = dict.fromkeys(('encoder', 'decoder'), own.describe())
-  assert special_ids.Framing.from_description(described).encoder == own.ids
-  (folder / 'config.json').write_text('{}')  # Which language to write?
-  with pytest.raises(errors.UserError, match='name the decoder_start_token_id'):
-    vocabulary_pair.open_vocabulary(folder)
+  assert special_ids.Framing.from_description(described).encoder == ids
+  (tmp_path / 'config.json').write_text('{}')
+  if is_first:  # Which language to write?
+    with pytest.raises(errors.UserError, match='name the decoder_start_token'):
+      vocabulary_pair.open_vocabulary(tmp_path)
 
 
 @pytest.mark.parametrize(
