@@ -27,10 +27,10 @@ decoder reads in place of the targets (MEAP's masks). Fields of a batch:
 | stored_*         | k ids and probabilities per target of a stored teacher |
 
 A pair takes m+1 encoder (more with an opening or a closing), n decoder and
-m+1+n teacher positions. Each side has the BOS and padding of its vocabulary; EOS and the
-teacher's tokens are the decoder's. T5's BOS is its padding; its targets begin
-with the opening, if any, and end with EOS unless truncated. With two
-vocabularies, a pair takes the encoder positions of the longer of its two
+m+1+n teacher positions. Each side has the BOS and padding of its vocabulary;
+EOS and the teacher's tokens are the decoder's. T5's BOS is its padding; its
+targets begin with the opening, if any, and end with EOS unless truncated. With
+two vocabularies, a pair takes the encoder positions of the longer of its two
 prefixes, so that it also fits the teacher's row.
 
 | model           | reads                                                   |
