@@ -209,7 +209,7 @@ def test_merged_kernels_give_the_uncached_log_probs(case, monkeypatch):
   _check_log_probs(found, want)
   # A device has the parts of a product of its heads and features.
   arguments = made._decode_arguments(made._state, engine_lib.UNLIMITED)
-  program = made.programs.get(decoding.decode, *arguments, vocab_size=23)
+  program = made.programs.get(decoding.decode, *arguments, **made.choice)
   layers = [x for x in program.as_text().splitlines() if '/layer_' in x]
   assert layers and not [x for x in layers if 'collective-permute' in x]
 
