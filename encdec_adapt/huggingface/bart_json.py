@@ -20,6 +20,12 @@ CARRIED = (
   *('encoder_layerdrop', 'decoder_layerdrop', 'init_std'),
   *('forced_bos_token_id', 'forced_eos_token_id'),
 )
+# Fields of a stack, after its name.
+_STACK = {
+  'layers': 'layers',
+  'ffn_dim': 'mlp_width',
+  'attention_heads': 'heads',
+}
 _SUPPORTED = {
   'is_encoder_decoder': True,
   'is_decoder': False,
@@ -34,11 +40,7 @@ DEFAULTS: Mapping[str, Any] = {
   **{
     f'{side}_{name}': value
     for side in ('encoder', 'decoder')
-    for name, value in (
-      ('layers', 12),
-      ('ffn_dim', 4096),
-      ('attention_heads', 16),
-    )
+    for name, value in zip(_STACK, (12, 4096, 16), strict=True)
   },
   **_SUPPORTED,
 }
@@ -46,12 +48,6 @@ _FIELDS = {
   'vocab_size': 'vocab_size',
   'd_model': 'width',
   'scale_embedding': 'scale_embeddings',
-}
-# Fields of a stack, after its name.
-_STACK = {
-  'layers': 'layers',
-  'ffn_dim': 'mlp_width',
-  'attention_heads': 'heads',
 }
 _OFFSET = 2  # Vectors before that of position 0.
 
