@@ -12,7 +12,7 @@ from encdec_adapt import configs, train
 from encdec_adapt.base import errors
 from encdec_adapt.cli import command
 from encdec_adapt.configs import gemma2, t5
-from encdec_adapt.models import model_config, presets
+from encdec_adapt.models import heads, model_config, presets
 from encdec_adapt.ops import rope
 from encdec_adapt.planner import chips
 from encdec_adapt.telemetry import environment
@@ -70,6 +70,24 @@ def test_training_starts_from_the_reference_that_is_not_named():
   assert (named.path, named.is_start) == ('b', False)
   assert load('loss.kind=simpo').recipe.frozen == {}
   assert not load().data.train.pack and load().data.pack
+
+
+def test_classifiers_of_trained_encoders_have_the_head_of_their_classes():
+  flags = 'model.kind=encoder_only', 'model.decoder.embedding_norm=True'
+  flags += 'data.encoder_length=8', 'data.source=labels:x#a,b'
+  flags += ('data.decoder_length=0', 'data.objective={}:labels=a|b')
+  mean = 'kind=labels', 'labels=2', 'pooled=mean', 'layer=pooler'
+
+  def head(objective, form=()):
+    changes = [f'--config.{x.format(objective)}' for x in flags]
+    changes += [f'--config.model.head.{x}' for x in form]
+    return _load(BASE, *changes).model.decoder.head
+
+  assert head('classify') == heads.Labels(2, 'first', 'transform')
+  assert head('classify', mean) == heads.Labels(2, 'mean', 'pooler')
+  assert head('tag') == heads.Labels(2)
+  with pytest.raises(errors.UserError, match="pooled is 'mean', .*give .*''"):
+    head('tag', mean)
 
 
 @pytest.mark.parametrize('size', ['s_s', '2b_2b', '9b_2b', '9b_9b', '27b_27b'])

@@ -20,6 +20,8 @@ _HEAD = {
   'scaled': False,
   'transform': False,
   'labels': 0,
+  'pooled': '',
+  'layer': '',
   'pooling': 'mean',
   'projections': (),
   'dimensions': (),

@@ -21,6 +21,7 @@ from encdec_adapt.huggingface import (
   config_json,
   embedding_files,
   export,
+  layer_norm_json,
   new_folder,
   tensor_folder,
   torch_export,
@@ -149,12 +150,19 @@ def _export(
       native=native,
       dtype=dtype,
       fields=fields,
-      framing=stored.framing.fields(),
+      framing={**stored.framing.fields(), **_label_names(stored)},
       files={**files, model_on_disk.CARD: card.encode()},
       vision=vision,
       on_progress=progress.ByteProgress('written'),
     )
   print(f'{values.output}: {parameters.count(stored.model):,} parameters')
+
+
+def _label_names(stored: model_on_disk.StoredModel) -> dict[str, Any]:
+  """Returns the fields of config.json for labels that were trained."""
+  options = stored.objectives[0].options if stored.objectives else {}
+  names = [*options.get('labels', ())]
+  return layer_norm_json.label_names(names) if names else {}
 
 
 def _embedding_files(

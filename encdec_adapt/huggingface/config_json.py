@@ -108,7 +108,10 @@ def raw_from_model(
   config = model_config.without_passages(config)
   is_pair = config.architecture.encodes_prompt
   kind = config.decoder.head.kind
-  if kind not in (('tokens',) if is_pair else _MAKERS):
+  kinds = ('tokens',) if is_pair else (*_MAKERS,)
+  if config.decoder.norm == 'layer':
+    kinds += ('labels',)
+  if kind not in kinds:
     raise errors.UserError(
       f'transformers has no class for this model, whose head is of kind {kind}.'
     )

@@ -49,7 +49,8 @@ def write(
     dtype: dtype of the tensors; None keeps the parameter dtypes.
     fields: further fields of config.json by stack, such as token ids; see
       `config_json.carried_fields`.
-    framing: fields of config.json for the framing of prompts.
+    framing: fields of config.json for the framing of prompts and the names of
+      labels.
     files: further files, name in the folder -> file to copy, or content.
     vision: vision part of a T5Gemma 2, written in its stored dtype.
     on_progress: called with the bytes written and in total.

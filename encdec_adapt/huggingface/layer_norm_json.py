@@ -5,7 +5,7 @@ Families with LayerNorm. Source of names and rules: transformers 5.24,
 `configuration_modernbert.py`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 from typing import Any
 
@@ -32,6 +32,7 @@ BIASED = {
   'attention_bias': 'qkvo',
   'mlp_bias': True,
 }
+_POOLINGS = {'cls': 'first', 'mean': 'mean'}  # Of classifiers.
 ACTIVATIONS = {
   'gelu': 'gelu',
   'gelu_new': 'gelu_tanh',
@@ -59,6 +60,8 @@ class Family:
       for the same.
     plain: transformers class without a head; '' if we write none.
     reward: class of sequence classifiers; '' if we read none.
+    classifier: class of classifiers of texts; '' if we read none.
+    layer: the layer of their head, of `heads.Labels`.
   """
 
   defaults: Raw
@@ -73,6 +76,8 @@ class Family:
   head_activation: str = ''
   plain: str = ''
   reward: str = ''
+  classifier: str = ''
+  layer: str = 'pooler'
 
 
 # -- Positions ----------------------------------------------------------------
@@ -190,8 +195,12 @@ _HEADS = {
   'bert': (
     'cls.predictions.',
     *('transform.dense', 'transform.LayerNorm', 'cls.predictions.bias'),
+    *('bert.pooler.dense', 'classifier'),
   ),
-  'roberta': ('lm_head.', 'dense', 'layer_norm', 'lm_head.bias'),
+  'roberta': (
+    *('lm_head.', 'dense', 'layer_norm', 'lm_head.bias'),
+    *('classifier.dense', 'classifier.out_proj'),
+  ),
 }
 
 
@@ -199,6 +208,7 @@ def _bert(
   kind: str, name: str, *tokens: str, defaults: Raw, **options: Any
 ) -> Family:
   with_head = weights.bert_layout(f'{kind}.', *_HEADS[kind])
+  classifier = f'{name}ForSequenceClassification'
   return Family(
     {**_BERT_DEFAULTS, **defaults},
     _BERT_SUPPORTED,
@@ -212,10 +222,11 @@ def _bert(
     },
     tokens,
     {
-      **dict.fromkeys(tokens, with_head),
+      **dict.fromkeys((*tokens, classifier), with_head),
       f'{name}Model': weights.bert_layout('', *_HEADS[kind]),
     },
     plain=f'{name}Model',
+    classifier=classifier,
     **options,
   )
 
@@ -309,12 +320,17 @@ TYPES: Mapping[str, Family] = {
     ('ModernBertForMaskedLM',),
     {
       'ModernBertForMaskedLM': weights.modern_bert_layout('model.'),
+      'ModernBertForSequenceClassification': (
+        weights.modern_bert_layout('model.')
+      ),
       'ModernBertModel': weights.modern_bert_layout(''),
     },
     _read_modern_bert,
     _write_modern_bert,
     head_activation='gelu',
     plain='ModernBertModel',
+    classifier='ModernBertForSequenceClassification',
+    layer='transform',
   ),
 }
 
@@ -342,7 +358,10 @@ def model_from_raw(
     )
   architecture = stated[0]
   needed, given = family.head_activation, raw[family.activation]
-  if needed and architecture in family.tokens and given != needed:
+  transforms = architecture in family.tokens or (
+    architecture == family.classifier and family.layer == 'transform'
+  )
+  if needed and transforms and given != needed:
     raise errors.UserError(
       f'{file} has {family.activation} = {given!r}, and the head of its class'
       f' has {needed!r}; with the head only that is supported.'
@@ -353,6 +372,8 @@ def model_from_raw(
   head = heads.Tokens(raw['tie_word_embeddings'])
   if architecture == family.plain:
     head = heads.Tokens()
+  elif architecture == family.classifier:
+    head = _labels(raw, family, file)
   elif family.plain:
     head = dataclasses.replace(head, transform=True)
   try:
@@ -374,6 +395,25 @@ def model_from_raw(
       )
     model = model_config.reward_model(model)
   return model, family.layouts[architecture]
+
+
+def _labels(raw: Raw, family: Family, file: str) -> heads.Labels:
+  """Returns the head of a classifier."""
+  count = len(raw.get('id2label') or ()) or raw.get('num_labels', 2)
+  kind = raw.get('problem_type') or 'single_label_classification'
+  pooling = raw.get('classifier_pooling', 'cls')
+  if (
+    kind != 'single_label_classification'
+    or count < 2
+    or pooling not in _POOLINGS
+  ):
+    raise errors.UserError(
+      f'{file} has problem_type = {kind!r}, {count} labels and'
+      f' classifier_pooling = {pooling!r}; supported are'
+      ' single_label_classification, 2 labels or more, and'
+      f' {" or ".join(_POOLINGS)}.'
+    )
+  return heads.Labels(count, _POOLINGS[pooling], family.layer)
 
 
 def raw_from_model(
@@ -430,13 +470,27 @@ def activation_name(stack: model_config.StackConfig) -> str:
   return {**names, 'gelu_tanh': 'gelu_new'}[stack.activation]
 
 
+def label_names(names: Sequence[str]) -> dict[str, Any]:
+  """Returns the fields of config.json for the labels of a classifier."""
+  return {
+    'id2label': {str(i): name for i, name in enumerate(names)},
+    'label2id': {name: i for i, name in enumerate(names)},
+  }
+
+
 def _raw(config: model_config.ModelConfig, kind: str) -> dict[str, Any]:
   stack, family = config.decoder, TYPES[kind]
   head, labels = stack.head, {}
   architecture = family.tokens[0]
   if isinstance(head, heads.Reward) and family.reward:
     architecture = family.reward
-    labels = {'id2label': {'0': 'LABEL_0'}, 'label2id': {'LABEL_0': 0}}
+    labels = label_names(['LABEL_0'])
+  elif isinstance(head, heads.Labels) and family.classifier:
+    architecture = family.classifier
+    labels = label_names([f'LABEL_{i}' for i in range(head.labels)])
+    if family.layer == 'transform':
+      poolings = {ours: theirs for theirs, ours in _POOLINGS.items()}
+      labels['classifier_pooling'] = poolings.get(head.pooled, 'cls')
   elif family.plain and not getattr(head, 'transform', False):
     architecture = family.plain
   return {

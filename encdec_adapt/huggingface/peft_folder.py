@@ -75,12 +75,10 @@ def files(
   Raises:
     UserError: PEFT would compute another function.
   """
-  if layout.inputs_first or adapters.model.decoder.head.modules[-1:] == (
-    'transform',
-  ):
+  if layout.inputs_first or adapters.model.decoder.head.layer:
     raise errors.UserError(
-      'PEFT folders of GPT-2 and of masked language models are not written;'
-      ' export the merged model.'
+      'PEFT folders of GPT-2, of masked language models and of their'
+      ' classifiers are not written; export the merged model.'
     )
   options, tensors = adapters.options, {}
   modules = {True: set(), False: set()}  # By whether they are fully trained.

@@ -50,7 +50,7 @@ _FIELDS = (
     d_kv d_ff num_heads relative_attention_num_buckets
     relative_attention_max_distance global_head_dim
     num_global_key_value_heads top_k_experts n_positions n_embd n_head
-    n_inner max_position_embeddings local_attention
+    n_inner max_position_embeddings local_attention num_labels
     global_attn_every_n_layers encoder_ffn_dim decoder_ffn_dim
     encoder_attention_heads decoder_attention_heads type_vocab_size""",
   ),
@@ -91,11 +91,12 @@ _FIELDS = (
   (
     _instance(str, 'a string'),
     'model_type hidden_act hidden_activation rope_type type feed_forward_proj'
-    ' activation_function position_embedding_type',
+    ' activation_function position_embedding_type problem_type'
+    ' classifier_pooling',
   ),
   (
     _instance(Mapping, 'an object'),
-    f'{_ROPE} {" ".join(_KINDS)} per_layer_config',
+    f'{_ROPE} {" ".join(_KINDS)} per_layer_config id2label',
   ),
   (_list_of(str, 'strings'), 'layer_types architectures'),
   (_list_of(int, 'integers'), 'mlp_only_layers'),
@@ -111,6 +112,7 @@ _NULLABLE = frozenset(
   per_layer_config final_logit_softcapping
   attn_logit_softcapping use_bidirectional_attention layer_types
   mlp_only_layers sliding_attention hidden_activation architectures
+  id2label problem_type
   """.split()
 )
 

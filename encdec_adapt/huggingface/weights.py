@@ -31,7 +31,6 @@ _MLP = {
   for name in ('gate', 'up', 'down')
   for suffix, their_suffix in _SUFFIXES.items()
 }
-_SCORE = 'score.weight'  # The head of a sequence classifier.
 # Placeholder for the expert index in tensor names.
 _EXPERT = '{}'
 # Kernels with one input dimension, the first. Output kernels have two (heads,
@@ -153,6 +152,7 @@ class Layout:
     stacks: our stack -> prefix of its tensor names.
     embedder: our stack with an embedding table -> prefix of the table's name.
     head: name of an untied head.
+    score: name of the head of a sequence classifier.
     layers: prefix of a layer's index.
     norm: name of a stack's final norm, without prefix.
     bias: name of a stack's relative position bias, without prefix.
@@ -179,6 +179,7 @@ class Layout:
   embedder: Mapping[str, str]
   head: str
   encoder: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  score: str = 'score.weight'
   layers: str = 'layers.'
   norm: str = 'norm.weight'
   bias: str | None = None
@@ -456,7 +457,13 @@ DECODER_ONLY_GPT2 = Layout(
 
 @functools.cache
 def bert_layout(
-  prefix: str, transform: str, dense: str, norm: str, bias: str
+  prefix: str,
+  transform: str,
+  dense: str,
+  norm: str,
+  bias: str,
+  pooler: str,
+  score: str,
 ) -> Layout:
   """Returns the tensor names of BERT or RoBERTa.
 
@@ -467,6 +474,8 @@ def bert_layout(
     dense: rest of the name of the layer.
     norm: rest of the name of the norm.
     bias: name of the bias of the logits.
+    pooler: name of a classifier's layer.
+    score: name of a classifier's head.
   """
   embeddings = f'{prefix}embeddings.'
   decoder = f'{bias.removesuffix("bias")}decoder.'
@@ -475,6 +484,7 @@ def bert_layout(
     stacks={'decoder': prefix},
     embedder={'decoder': f'{embeddings}word_embeddings.'},
     head=f'{decoder}weight',
+    score=f'{score}.weight',
     layers='encoder.layer.',
     leaves={
       'embedder/positions': f'{embeddings}position_embeddings.weight',
@@ -483,11 +493,13 @@ def bert_layout(
       **{f'transform/dense{s}': f'{transform}{dense}.{t}' for s, t in _ENDS},
       **{f'transform/norm/{s}': f'{transform}{norm}.{t}' for s, t in _NORM},
       'transform/logits_bias': bias,
+      **{f'pooler/dense{s}': f'{pooler}.{t}' for s, t in _ENDS},
+      'head/logits_bias': f'{score}.bias',
     },
     aliases={r'LayerNorm\.gamma$': 'LayerNorm.weight'}
     | {r'LayerNorm\.beta$': 'LayerNorm.bias'},
     copies={f'{decoder}bias': bias},
-    # The vector of the first token, for the next sentence.
+    # The pooler of models for masked tokens, and the next sentence.
     ignored=(f'{prefix}pooler.', 'cls.seq_relationship.'),
   )
 
@@ -517,12 +529,14 @@ def modern_bert_layout(prefix: str) -> Layout:
     stacks={'decoder': prefix},
     embedder={'decoder': f'{embeddings}tok_embeddings.'},
     head='decoder.weight',
+    score='classifier.weight',
     norm='final_norm.weight',
     leaves={
       'embedder/norm/scale': f'{embeddings}norm.weight',
       'transform/dense': 'head.dense.weight',
       'transform/norm/scale': 'head.norm.weight',
       'transform/logits_bias': 'decoder.bias',
+      'head/logits_bias': 'classifier.bias',
     },
     fused={
       'attn.Wqkv.weight': Fused(
@@ -704,7 +718,8 @@ def _weights(
   elif inner in (['positions'], ['types']):
     rows = shape[0]
   elif inner == ['logits_bias']:
-    rows = config.stacks[stack].vocab_size
+    sizes = config.stacks[stack]
+    rows = sizes.outputs if part == 'head' else sizes.vocab_size
   if layout.native:
     yield Weight(leaf.replace('/', '.'), leaf, shape, rows, native=True)
     return
@@ -726,7 +741,7 @@ def _weights(
     name = f'{layout.stacks[stack]}{_LAYER_INPUTS[inner[0]]}'
   elif part == 'head':
     scores = heads.classifies(config.stacks[stack].head)
-    name = _SCORE if scores else layout.head
+    name = layout.score if scores else layout.head
   elif stack in layout.embedder:
     theirs = 'eoi_embedding' if inner == ['eoi'] else 'weight'
     name = f'{layout.embedder[stack]}{theirs}'

@@ -85,11 +85,12 @@ class BaseModel:
     A bias of the logits is a column of the table, and a 1 in each state.
     """
     table, config = self.head(params), self.config.decoder
-    if 'transform' not in config.head.modules:
+    decoder, head = params['decoder'], config.head
+    if not head.layer:
       return hidden, table
-    transform = params['decoder']['transform']
-    hidden = layers.Transform(config).apply({'params': transform}, hidden)
-    bias = transform['logits_bias'][:, None]
+    layer = layers.Transform(config, name=head.layer)
+    hidden = layer.apply({'params': decoder[head.layer]}, hidden)
+    bias = decoder[head.bias]['logits_bias'][:, None]
     table = jnp.concatenate([table, bias.astype(table.dtype)], axis=1)
     ones = jnp.ones((*hidden.shape[:2], 1), hidden.dtype)
     return jnp.concatenate([hidden, ones], axis=2), table

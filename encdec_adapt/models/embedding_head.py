@@ -34,6 +34,18 @@ def pool(
     pooling: one of `heads.POOLINGS`.
   """
   mask = segments[:, None] == jnp.arange(1, texts + 1)[:, None]  # [B, M, L]
+  return _pool(states, mask, pooling)
+
+
+def pool_in_place(
+  states: Float[Array, 'B L D'], segments: Int[Array, 'B L'], pooling: str
+) -> Float[Array, 'B L D']:
+  """Replaces each state with the pooled state of its text."""
+  mask = segments[:, None] == segments[..., None]  # [B, L, L]
+  return _pool(states, mask, pooling).astype(states.dtype)
+
+
+def _pool(states: jax.Array, mask: jax.Array, pooling: str) -> jax.Array:
   number = jnp.cumsum(mask, axis=-1)  # Numbers the text's tokens from 1.
   count = number[..., -1:]
   weights = mask / jnp.maximum(count, 1)

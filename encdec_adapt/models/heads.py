@@ -3,7 +3,7 @@
 | head        | `config.model.head.kind` | parameters               | reads   |
 |-------------|--------------------------|--------------------------|---------|
 | `Tokens`    | tokens                   | `head/table` if not tied | its own |
-| `Labels`    | labels                   | `head/table`             | texts   |
+| `Labels`    | labels                   | `head/..`, its layer     | texts   |
 | `Reward`    | reward                   | `head/table`             | pairs   |
 | `Embedding` | embedding                | `embedding/..`           | texts   |
 
@@ -44,9 +44,19 @@ class Head:
   models: ClassVar[tuple[str, ...]] = ()
 
   @property
+  def layer(self) -> str:
+    """Module between the states and the table; '' for none."""
+    return ''
+
+  @property
+  def bias(self) -> str:
+    """Module with the bias of the logits; '' for no bias."""
+    return self.layer
+
+  @property
   def modules(self) -> tuple[str, ...]:
     """Names of its modules in the stack."""
-    return (self.module,) if self.module else ()
+    return tuple(filter(None, (self.module, self.layer)))
 
   def outputs(self, vocab_size: int) -> int:
     """Returns the number of logits per state."""
@@ -100,9 +110,9 @@ class Tokens(Head):
     return '' if self.tied else 'head'
 
   @property
-  def modules(self) -> tuple[str, ...]:
-    """Names of its modules in the stack."""
-    return *super().modules, *('transform',) * self.transform
+  def layer(self) -> str:
+    """Module between the states and the table; '' for none."""
+    return 'transform' if self.transform else ''
 
   def outputs(self, vocab_size: int) -> int:
     """Returns the vocabulary size."""
@@ -111,7 +121,16 @@ class Tokens(Head):
 
 @dataclasses.dataclass(frozen=True)
 class Labels(Head):
-  """Logits over the labels of a classifier."""
+  """Logits over the labels of a classifier.
+
+  Attributes:
+    labels: number of labels.
+    pooled: states that the labels of a text are read from, one of `POOLINGS`;
+      '' for that of each labelled token.
+    layer: module between the states and the table, which has a bias then:
+      'pooler', a layer and tanh (BERT, RoBERTa), or 'transform', that of a
+      masked LM (ModernBERT); '' for none.
+  """
 
   kind: str = dataclasses.field(default='labels', init=False)
   module: ClassVar[str] = 'head'
@@ -119,12 +138,19 @@ class Labels(Head):
   models: ClassVar[tuple[str, ...]] = ('decoder_only', 'encoder_only')
 
   labels: int = 2
+  pooled: str = ''
+  layer: str = ''
 
   def __post_init__(self):
     if self.labels < 2:
       raise errors.UserError(
         f'{_SECTION}.labels is {self.labels}; a classifier has at least 2.'
       )
+
+  @property
+  def bias(self) -> str:
+    """Module with the bias of the logits; '' for no bias."""
+    return 'head' if self.layer else ''
 
   def outputs(self, vocab_size: int) -> int:
     """Returns the number of labels."""

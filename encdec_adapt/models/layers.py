@@ -234,20 +234,24 @@ class LayerInput(nn.Module):
 
 
 class Head(nn.Module):
-  """Declares the table of an untied head, for `logits`."""
+  """Declares the table of an untied head, for `logits`, and a bias."""
 
   config: model_config.StackConfig
 
   @nn.compact
   def __call__(self) -> Float[Array, 'V D']:
     cfg = self.config
-    return make_table(self, cfg, cfg.outputs, cfg.width**-0.5)
+    table = make_table(self, cfg, cfg.outputs, cfg.width**-0.5)
+    if cfg.head.bias == self.name:
+      self.param('logits_bias', bias_init('vocab'), table.shape[:1])
+    return table
 
 
 class Transform(nn.Module):
   """Layer and norm between the states and the table of a masked LM (BERT).
 
-  Also declares the bias of the logits, for `base_model.BaseModel.projection`.
+  Also declares its bias of the logits, for `base_model.BaseModel.projection`.
+  The 'pooler' of a classifier has a tanh and no norm.
   """
 
   config: model_config.StackConfig
@@ -263,12 +267,16 @@ class Transform(nn.Module):
     bias = None
     if cfg.mlp_bias:
       bias = self.param('dense_bias', bias_init('table_embed'), shape[1:])
-    self.param('logits_bias', bias_init('vocab'), (cfg.table_rows,))
-    normalise = Norm(cfg, name='norm')
+    if cfg.head.bias == self.name:
+      self.param('logits_bias', bias_init('vocab'), (cfg.table_rows,))
+    normalise = None if self.name == 'pooler' else Norm(cfg, name='norm')
     if x is None:  # Flax declares parameters at the first call.
-      normalise(jnp.zeros((1, 1, cfg.width)))
+      if normalise:
+        normalise(jnp.zeros((1, 1, cfg.width)))
       return None
     x = project(x, kernel, bias, axes=axes)
+    if not normalise:
+      return jnp.tanh(x)
     return normalise(activations.ACTIVATIONS[cfg.activation](x))
 
 
@@ -292,7 +300,12 @@ class EmbeddingHead(nn.Module):
 
 
 # By `heads.Head.modules`.
-HEADS = {'head': Head, 'embedding': EmbeddingHead, 'transform': Transform}
+HEADS = {
+  'head': Head,
+  'embedding': EmbeddingHead,
+  'transform': Transform,
+  'pooler': Transform,
+}
 
 
 def make_table(

@@ -746,6 +746,21 @@ def reward_model(config: ModelConfig) -> ModelConfig:
   return with_head(config, heads_lib.Reward().replaces(config.decoder.head))
 
 
+def classifier(config: ModelConfig, labels: int) -> ModelConfig:
+  """Returns the model with a head for the labels of texts.
+
+  A head for labels keeps its form, and encoders that were trained as such have
+  that of their classes; others read the state of the labelled token.
+  """
+  head, stack = config.decoder.head, config.decoder
+  if not isinstance(head, heads_lib.Labels):
+    head = heads_lib.Labels(labels)
+    if stack.role == 'bidirectional' and stack.embedding_norm:
+      layer = 'pooler' if stack.norms_after_sum else 'transform'
+      head = heads_lib.Labels(labels, 'first', layer)
+  return with_head(config, dataclasses.replace(head, labels=labels))
+
+
 def prompt_model(
   config: ModelConfig, head: heads_lib.Head
 ) -> DecoderOnlyConfig:

@@ -39,6 +39,19 @@ class HeadSection:
   labels: int = keys.key(
     0, 'labels: their number, that of the objective.', at_least=0
   )
+  pooled: str = keys.key(
+    '',
+    "labels: states of a text that its label is read from; '' for those of the"
+    ' labelled tokens.',
+    one_of=('', *heads.POOLINGS),
+  )
+  layer: str = keys.key(
+    '',
+    "labels: 'pooler', a layer and tanh (BERT), or 'transform', a layer and a"
+    " norm (ModernBERT), before the table, which has a bias then; '' for"
+    ' neither.',
+    one_of=('', 'pooler', 'transform'),
+  )
   pooling: str = keys.key(
     'mean', 'embedding: states of a text.', one_of=heads.POOLINGS
   )
@@ -85,6 +98,8 @@ class HeadSection:
 
   def before_training(self) -> 'HeadSection':
     """Returns the section before changes by loss and objective."""
+    if self.pooled or self.layer:  # The recipe keeps both.
+      return self
     if self.kind in ('labels', 'reward'):
       return HeadSection(tied=self.tied)
     return dataclasses.replace(self, temperature=0.0)

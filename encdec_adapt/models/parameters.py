@@ -173,7 +173,7 @@ def padding(config: model_config.ModelConfig) -> dict[str, int]:
   sizes = {}
   for path, info in parameter_table(config).items():
     stack_config = config.stacks[path.split('/')[0]]
-    is_head = path.endswith('head/table')
+    is_head = path.split('/')[1] == 'head'
     used = stack_config.outputs if is_head else stack_config.vocab_size
     if path.endswith(('/table', '/logits_bias')) and info.shape[0] > used:
       sizes[path] = (info.shape[0] - used) * math.prod(info.shape[1:])

@@ -108,6 +108,23 @@ def test_masked_tokens_are_learnt_and_exported(tmp_path):
   np.testing.assert_allclose(got, expected, rtol=0, atol=2e-4)
 
 
+def test_a_classifier_is_tuned_and_exported(tmp_path):
+  folder, file = save('bert', tmp_path / 'bert'), tmp_path / 'rows.jsonl'
+  rows = [{'a': f'fox {i}', 'label': ('no', 'yes')[i % 2]} for i in range(60)]
+  file.write_text('\n'.join(map(json.dumps, rows)))
+  source = f'--config.data.source=labels:{file}#a,label'
+  config = f'classification.py:source={folder}'
+  run = test_t5.job(config, (32, 0), tmp_path / 'run', source)
+  theirs = tiny_models.load(folders.export(run, tmp_path / 'exported'))
+  assert type(theirs).__name__ == 'BertForSequenceClassification'
+  assert theirs.config.id2label == {0: 'no', 1: 'yes'}
+  tokens = np.random.default_rng(0).integers(5, 60, (2, 12), np.int32)
+  with tiny_models.torch.no_grad():
+    expected = theirs(input_ids=tiny_models.torch.tensor(tokens).long()).logits
+  got = encdec_adapt.load(run).logits(tokens)[:, -1]
+  np.testing.assert_allclose(got, expected, rtol=0, atol=2e-4)
+
+
 def test_an_exported_embedding_model_is_read_back(tmp_path):
   library = pytest.importorskip('sentence_transformers')
   folder, output = save('bert', tmp_path / 'bert'), tmp_path / 'exported'

@@ -145,6 +145,8 @@ def test_pooling_by_segment():
   ):
     pooled = embedding_head.pool(states, segments, 3, pooling)
     assert pooled[0].tolist() == expected
+    (in_place,) = embedding_head.pool_in_place(states, segments, pooling)
+    assert in_place[:5].tolist() == [expected[0]] * 3 + [expected[1]] * 2
 
 
 def _gradient(loss, params, batch, parts=1):

@@ -3,6 +3,7 @@
 import dataclasses
 
 from encdec_adapt.models import heads, model_config
+from encdec_adapt.objectives import labelled
 from encdec_adapt.training.metrics import token_metrics
 from encdec_adapt.training.recipes import recipe
 
@@ -18,7 +19,10 @@ class Classification(recipe.Recipe):
     # `config.check_kind` rejects other models.
     if model.architecture.name in heads.Labels.models:
       labels = len(objective.options['labels'])
-      model = model_config.with_head(model, heads.Labels(labels))
+      if issubclass(objective.maker, labelled.Tag):  # Labels of words.
+        model = model_config.with_head(model, heads.Labels(labels))
+      else:
+        model = model_config.classifier(model, labels)
     loss = sections.make_loss()
     metrics = token_metrics.TargetTokens(loss)
     return cls(loss, metrics, model, recipe.rows_of(sections))

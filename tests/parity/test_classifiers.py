@@ -1,0 +1,73 @@
+"""Classifiers of texts whose encoders were trained as encoders."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+import encdec_adapt
+from encdec_adapt.base import errors
+from encdec_adapt.models import model_config
+from tests import toy_models
+from tests.parity import test_folders, tiny_models
+
+pytestmark = pytest.mark.parity
+
+
+def save(name, folder, **fields):
+  """Saves a tiny classifier with three labels; returns it."""
+  case = tiny_models.CASES[name]
+  settings = case.settings()
+  settings.num_labels = 3
+  for field, value in fields.items():
+    setattr(settings, field, value)
+  architecture = case.architecture.replace('MaskedLM', 'SequenceClassification')
+  case = dataclasses.replace(case, architecture=architecture)
+  model = tiny_models.make(case, settings=settings)
+  model.save_pretrained(folder)
+  return model
+
+
+@pytest.mark.parametrize(
+  'name, fields',
+  [
+    ('bert', {}),
+    ('roberta', {}),
+    ('modernbert', {}),
+    ('modernbert', {'classifier_pooling': 'mean'}),
+  ],
+)
+def test_logits_and_the_round_trip(name, fields, saved, tmp_path):
+  theirs = save(name, tmp_path / 'model', **fields)
+  ours = encdec_adapt.load(tmp_path / 'model')
+  if not fields:  # What the recipe makes of the masked language model.
+    _, _, source = saved(name)
+    assert model_config.classifier(source.config, 3) == ours.config
+  rows = tiny_models.batch(tiny_models.CASES[name])
+  tokens, mask = rows.decoder[:2], rows.decoder_mask[:2]
+  inputs = {'input_ids': tokens, 'attention_mask': mask}
+  inputs = {k: tiny_models.torch.tensor(v).long() for k, v in inputs.items()}
+  with tiny_models.torch.no_grad():
+    expected = theirs(**inputs).logits.numpy()
+  logits = np.asarray(ours.logits(tokens, decoder_mask=mask))
+  assert np.ptp(expected, axis=1).min() > 0.1
+  # Every token has the logits of its text.
+  expected = np.repeat(expected, mask.sum(1), axis=0)
+  atol = tiny_models.TOLERANCE
+  np.testing.assert_allclose(logits[mask], expected, rtol=0, atol=atol)
+  test_folders.assert_comes_back(tmp_path / 'model', tmp_path / 'again')
+
+
+@pytest.mark.parametrize(
+  'name, fields, message',
+  [
+    ('bert', {'problem_type': 'regression'}, "problem_type = 'regression'"),
+    ('roberta', {'id2label': {'0': 'a'}}, '1 labels'),
+    ('modernbert', {'classifier_pooling': 'max'}, "pooling = 'max'"),
+  ],
+)
+def test_other_classifiers_are_refused(name, fields, message, tmp_path):
+  save(name, tmp_path)
+  toy_models.change(tmp_path, lambda tensors: tensors, **fields)
+  with pytest.raises(errors.UserError, match=message):
+    encdec_adapt.load(tmp_path)
