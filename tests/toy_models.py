@@ -44,6 +44,14 @@ T5 = {key: _T5[key] for key in _SAME.split()}
 T5 |= {'kv_heads': 4, 'positions': positions('relative')}
 T5 |= {'head': heads.Tokens(scaled=True)}
 UNTIED = heads.Tokens(tied=False)
+# Of GPT-2's and BERT's blocks.
+GPT2 = dict(norm='layer', norm_gain='direct_fp32', norm_bias=True, kv_heads=4)
+GPT2 |= dict(attention_bias='qkvo', mlp_bias=True, mlp_gated=False)
+GPT2 |= dict(pattern=('global',), post_norms=False, scale_embeddings=False)
+GPT2 |= dict(attention_softcap=None, final_softcap=None)
+GPT2 |= {'positions': relative_bias.Positions('learned', rows=64)}
+BERT = GPT2 | dict(role='bidirectional', norms_after_sum=True, token_types=2)
+BERT |= dict(embedding_norm=True, head=heads.Tokens(transform=True))
 
 
 def params(config, seed=0, scale=0.5):

@@ -39,6 +39,9 @@ CONFIGS = {
   'prefix': model_config.DecoderOnlyConfig(
     dataclasses.replace(STACK, role='prefix')
   ),
+  'gpt2': model_config.DecoderOnlyConfig(
+    toy_models.stack(vocab_size=23, **toy_models.GPT2)
+  ),
 }
 KINDS = ['encoder_decoder', 'decoder_only']
 NEVER = -1  # an EOS that no model generates
@@ -172,6 +175,7 @@ PREPARED = {
   'merged': (CONFIGS['merged'], 1, {}, False, 5),
   'experts': (_pair(**EXPERTS), 1, {}, False, 5),
   'int8': (_pair(), 1, {}, True, 1),
+  'gpt2': (CONFIGS['gpt2'], 1, {}, True, 1),
   'sharded alike': (_pair(kv_heads=4), 4, {}, False, 1),
   'sharded apart': (_pair(kv_heads=1), 2, {'kv_heads': ()}, False, 5),
 }

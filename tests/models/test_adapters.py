@@ -55,6 +55,8 @@ MODELS = {
     dataclasses.replace(EXPERTS, role='causal')
   ),
   't5': model_config.encoder_decoder(T5, T5, shared_table=True),
+  'gpt2': model_config.DecoderOnlyConfig(toy_models.stack(**toy_models.GPT2)),
+  'bert': model_config.DecoderOnlyConfig(toy_models.stack(**toy_models.BERT)),
 }
 LOSS = cross_entropy.CrossEntropy(z_loss=1e-2, chunk=8)
 ROWS, LENGTHS = 4, {'encoder': 16, 'decoder': 8}
@@ -67,13 +69,13 @@ def make(model=PAIR, **lora):
 def make_batch(model):
   rng = np.random.default_rng(0)
   batch = {}
-  for side in model.stacks:
+  for side in model.architecture.sides('encoder' in model.stacks).values():
     shape = ROWS, LENGTHS[side]
     segments = 1 + (np.arange(shape[1]) >= rng.integers(1, 6, (ROWS, 1)))
     batch[f'{side}_tokens'] = rng.integers(1, STACK.vocab_size, shape)
     batch[f'{side}_segments'] = segments
     batch[f'{side}_positions'] = np.broadcast_to(np.arange(shape[1]), shape)
-  batch['targets'] = np.roll(batch['decoder_tokens'], -1, axis=1)
+  batch['targets'] = np.roll(batch[f'{side}_tokens'], -1, axis=1)
   batch = {name: value.astype(np.int32) for name, value in batch.items()}
   return batch | {'weights': rng.random(batch['targets'].shape, np.float32)}
 
@@ -136,6 +138,8 @@ def run(model, merge, base, trained, batch):
       dict(rank=2, alpha=1.0, base='int8', full=('experts/router',)),
     ),
     ('t5', dict(rank=2, alpha=1.0, full=('relative_bias',))),
+    ('gpt2', dict(rank=2, alpha=1.0, full=('positions',))),
+    ('bert', dict(rank=2, alpha=1.0, full=('types',), base='int8')),
   ],
 )
 def test_loss_and_gradients_equal_a_dense_sum(name, lora):

@@ -16,6 +16,7 @@ pytest.importorskip('starlette', reason='needs pip install -e .[serve]')
 pytest.importorskip('uvicorn', reason='needs pip install -e .[serve]')
 testclient = pytest.importorskip('starlette.testclient')
 
+import encdec_adapt  # noqa: E402
 from encdec_adapt.generation import prompt_encoding  # noqa: E402
 from encdec_adapt.inference import engine as engine_lib  # noqa: E402
 from encdec_adapt.server import (  # noqa: E402
@@ -142,6 +143,27 @@ def test_completions_are_the_engines(loaded, client, prompt):
     text = ''.join(c['choices'][0]['text'] for c in chunks)
     assert text == want.text[: want.text.index(stop)]
     assert chunks[-1]['choices'][0]['finish_reason'] == 'stop'
+
+
+@pytest.mark.long
+def test_a_gpt2_folder_completes_as_transformers_does(tmp_path):
+  """Over HTTP and in Python, the text is `generate`'s of transformers."""
+  trained = pytest.importorskip('tests.e2e.test_trained_encoders')
+  folder = trained.save('gpt2', tmp_path / 'gpt2')
+  tokenizer = trained.transformers.AutoTokenizer.from_pretrained(folder)
+  # Where a text of GPT-2's training begins, as a prompt does here.
+  tokens = tokenizer(f'<|endoftext|>{PROMPTS[0]}', return_tensors='pt')
+  model = trained.tiny_models.load(folder)
+  output = model.generate(**tokens, do_sample=False, max_new_tokens=16)[0]
+  ids = output[tokens.input_ids.shape[1] :]
+  want = tokenizer.decode(ids, skip_special_tokens=True)
+  loaded = encdec_adapt.load(folder)
+  assert loaded.generate(PROMPTS[:1], max_tokens=16) == [want] != ['']
+  body = {'prompt': PROMPTS[0], 'max_tokens': 16, 'temperature': 0}
+  with _client(_service(loaded)) as client:
+    [choice] = client.post(COMPLETIONS, json=body).json()['choices']
+    assert choice['text'] == want
+    assert client.post(CHATS, json=CHAT).status_code == 400
 
 
 def test_texts_have_the_prefix_and_ids_where_it_is_wanted(loaded):
