@@ -58,8 +58,8 @@ define_flags = command.define(
   command.options(text_generation.Options, 'prefix', 'int8'),
   command.integer(
     'max_prompt',
-    'Maximum tokens of a prompt, BOS included; by default'
-    f' max_position_embeddings of the config.json, at most {_MAX_PROMPT}.',
+    "Maximum tokens of a prompt, BOS included; by default the model's positions"
+    f' (max_position_embeddings or learned), at most {_MAX_PROMPT}.',
     lower_bound=2,
   ),
   command.integer(

@@ -108,7 +108,8 @@ def score_texts(
   if not all(fits(stored, [rewards.size(pair, ids) for pair in pairs])):
     raise errors.UserError(
       f'a prompt and its completion have more tokens than {stored.path} has'
-      ' positions (max_position_embeddings of its config.json); leave it out.'
+      f' positions ({pretrained_files.positions_key(stored, "decoder")}); leave'
+      ' it out.'
     )
   return rewards.score(
     loaded.model,

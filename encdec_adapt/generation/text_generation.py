@@ -38,8 +38,9 @@ class Options:
   max_prompt: int | None = keys.key(
     None,
     'Maximum tokens of a prompt, BOS included; a longer one keeps BOS, mode,'
-    ' task prefix and its last tokens. Without it, prompts longer than'
-    " max_position_embeddings of the model's config.json are refused.",
+    ' task prefix and its last tokens. Without it, prompts longer than the'
+    " model's positions (max_position_embeddings of its config.json, or learned"
+    ' ones) are refused.',
     at_least=2,
   )
   prefix: str | None = keys.key(
@@ -195,6 +196,7 @@ def encode(
     sentinels=options.sentinels,
   )
   longest = pretrained_files.prompt_room(stored, generated)
+  key = pretrained_files.positions_key(stored, stored.prompt_side)
   encoded = []
   for origin, prompt in prompts.items():
     if options.chat and isinstance(prompt, str):
@@ -208,9 +210,8 @@ def encode(
     if not options.max_prompt and limit is not None and len(ids) > limit:
       raise errors.UserError(
         f'{origin} has {len(ids)} tokens, and the model has room for'
-        f' {longest} (max_position_embeddings of its config.json, in a'
-        ' decoder-only model without --max_tokens); give'
-        f' --max_prompt={longest} to keep the last ones, or shorten it.'
+        f' {longest} ({key}, in a decoder-only model without --max_tokens);'
+        f' give --max_prompt={longest} to keep the last ones, or shorten it.'
       )
     encoded.append(ids)
   return encoder, encoded

@@ -291,8 +291,8 @@ def prompt_room(
   if room < 2:
     raise errors.UserError(
       f'{generated} generated tokens leave no room for a prompt in the {limit}'
-      f' positions of {stored.path} (max_position_embeddings of its'
-      ' config.json); lower --max_tokens, or leave out --retrieval.'
+      f' positions of {stored.path} ({positions_key(stored, side)}); lower'
+      ' --max_tokens, or leave out --retrieval.'
     )
   return room
 
@@ -315,6 +315,13 @@ def stack_positions(stored: model_on_disk.StoredModel) -> dict[str, float]:
     )
     for name, part in stacks.items()
   }
+
+
+def positions_key(stored: model_on_disk.StoredModel, side: str) -> str:
+  """Returns the key of `stack_positions`, for error messages."""
+  if stored.model.stacks[side].positions.kind == 'learned':
+    return f'learned, config.model.{side}.positions.rows'
+  return 'max_position_embeddings of its config.json'
 
 
 def special_ids(

@@ -17,6 +17,7 @@ pytest.importorskip('uvicorn', reason='needs pip install -e .[serve]')
 testclient = pytest.importorskip('starlette.testclient')
 
 import encdec_adapt  # noqa: E402
+from encdec_adapt.base import errors  # noqa: E402
 from encdec_adapt.generation import prompt_encoding  # noqa: E402
 from encdec_adapt.inference import engine as engine_lib  # noqa: E402
 from encdec_adapt.server import (  # noqa: E402
@@ -159,6 +160,8 @@ def test_a_gpt2_folder_completes_as_transformers_does(tmp_path):
   want = tokenizer.decode(ids, skip_special_tokens=True)
   loaded = encdec_adapt.load(folder)
   assert loaded.generate(PROMPTS[:1], max_tokens=16) == [want] != ['']
+  with pytest.raises(errors.UserError, match='learned, config.model.decoder.p'):
+    loaded.generate([PROMPTS[0] * 9])
   body = {'prompt': PROMPTS[0], 'max_tokens': 16, 'temperature': 0}
   with _client(_service(loaded)) as client:
     [choice] = client.post(COMPLETIONS, json=body).json()['choices']

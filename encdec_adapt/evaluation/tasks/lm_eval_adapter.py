@@ -151,11 +151,12 @@ class Adapter(lm_eval_model.TemplateLM):
     """
     for (_, text), _, continuation in requests:
       if len(continuation) > self._positions:
+        stored = self._loaded.stored
+        key = pretrained_files.positions_key(stored, 'decoder')
         raise errors.UserError(
           f'the continuation {text!r:.60} has {len(continuation)} tokens, more'
-          f' than the {self._positions} positions of {self._loaded.stored.path}'
-          ' (max_position_embeddings of its config.json); shorten the text of'
-          ' the task.'
+          f' than the {self._positions} positions of {stored.path} ({key});'
+          ' shorten the text of the task.'
         )
     pairs = [self._truncated(*ids) for _, *ids in requests]
     return [tuple(scored) for scored in self._score(pairs)]

@@ -64,11 +64,11 @@ class RetrievalEvaluation:
     )
     limit = pretrained_files.prompt_room(stored, _ANSWER_TOKENS)
     if limit and longest > limit:
+      key = pretrained_files.positions_key(stored, stored.prompt_side)
       raise errors.UserError(
         f'{task} needs {longest} tokens, with its question, and {stored.path}'
-        f' has room for {limit} (max_position_embeddings of its config.json, in'
-        ' a decoder-only model without the answer); give smaller'
-        ' --retrieval_lengths.'
+        f' has room for {limit} ({key}, in a decoder-only model without the'
+        ' answer); give smaller --retrieval_lengths.'
       )
 
   def scores(

@@ -283,7 +283,7 @@ def check_positions(
     if positions.get(side, 0) > limit:
       raise errors.UserError(
         f'the {title} {source.path} has {limit} positions in its {side}'
-        ' (max_position_embeddings of its config.json), and has to read'
+        f' ({pretrained_files.positions_key(source, side)}), and has to read'
         f' {positions[side]}: lower config.data.encoder_length'
         f' ({lengths.encoder}), decoder_length or tokens of'
         f' {rollout_options.LABEL}.tokens ({lengths.decoder}).'
