@@ -9,12 +9,14 @@ searched (configs/signatures.py). Three models of one decoder are compared: the
 pair adapted from it, of which the encoder embeds, an encoder that was trained
 by masking for as many steps, and the decoder itself; each as it is, by the mean
 of its states, and after contrastive tuning, of which 64, 32 and 16 leading
-numbers are vectors too (Matryoshka).
+numbers are vectors too (Matryoshka). With `baseline=FOLDER` an embedding model
+on disk, such as all-MiniLM-L6-v2, searches the same texts.
 
 Not controlled: pair and encoder have had training beyond the decoder's; the
 pair's encoder has had a decoder's gradients, the other's loss is on 15 % of
 the tokens; no learning rate is chosen. `cpu` takes ten minutes on two cores,
-with three seeds: intervals, and no verdicts.
+with three seeds: intervals, and no verdicts. A baseline has had other text and
+steps, and may have seen these modules.
 """
 
 from collections.abc import Mapping
@@ -32,7 +34,12 @@ PARTS = 64, 32, 16
 
 def get_study(arg=None):
   """Returns the page of a size (`shared.size`)."""
-  size = shared.size(arg)
+  size, (baseline,) = shared.parse(arg, baseline='')
+  commands, baselines = (SIGNATURES,), ()
+  if baseline:  # Exported, for a copy that the study keeps.
+    flags = 'export', f'--checkpoint={baseline}', '--output={baseline}'
+    commands += (pages.Command('baseline', 'convert', flags, seconds=20),)
+    baselines = ('baseline',)
   steps = size.steps(96, gpu=240, pod=24_000)
   pair = shared.pair(size, 'pair', steps, changes=_rate(3e-3))
   masked = pages.Arm(
@@ -57,14 +64,14 @@ def get_study(arg=None):
     'Embeddings of encoders and decoders',
     size,
     (*frozen, *tuned),
-    commands=(SIGNATURES,),
+    commands=commands,
     seeds=size.seeds[:3],
     evaluations=(
       pages.Evaluation(
         'search',
         ('--embeddings={signatures}/search',),
         (RECALL,),
-        models=('base', *(arm.name for arm in (*frozen, *tuned))),
+        models=('base', *(x.name for x in (*frozen, *tuned)), *baselines),
       ),
     ),
     claims=CLAIMS,

@@ -140,6 +140,8 @@ def check(
     return
   tokenizer = tokenizers.Tokenizer.from_file(str(folder / JSON))
   tokenizer.encode_special_tokens = True
+  tokenizer.no_padding()  # As transformers reads the file.
+  tokenizer.no_truncation()
   unigram = isinstance(tokenizer.model, models.Unigram)
   skipped = [_SPACE, *(vocab.specials if vocab.ids.ends_with_eos else ())]
   for text in texts:

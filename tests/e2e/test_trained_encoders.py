@@ -128,6 +128,10 @@ def test_a_classifier_is_tuned_and_exported(tmp_path):
 def test_an_exported_embedding_model_is_read_back(tmp_path):
   library = pytest.importorskip('sentence_transformers')
   folder, output = save('bert', tmp_path / 'bert'), tmp_path / 'exported'
+  file = str(folder / 'tokenizer.json')
+  tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=file)
+  tokenizer.backend_tokenizer.enable_padding(length=20)  # As all-MiniLM's.
+  tokenizer.backend_tokenizer.save(file)
   flags = f'--checkpoint={folder}', f'--output={output}', '--embedding=mean'
   assert tiny.convert('export', *flags) == 0
   texts = ['the fox', 'two cats and a dog']

@@ -100,6 +100,14 @@ def test_pages_load_and_their_configurations_are_valid(name, size):
     shared.settings(arm)
 
 
+def test_a_baseline_searches_the_texts_of_the_arms():
+  page = _page('embeddings', 'cpu,baseline=MINILM')
+  command, evaluation = page.commands[-1], page.evaluations[0]
+  assert '--checkpoint=MINILM' in command.arguments
+  assert evaluation.models[-1] == command.name
+  assert 'baseline' not in str(_page('embeddings').evaluations)
+
+
 @pytest.mark.parametrize('name', (*NAMES, 'all'))
 def test_a_page_is_short(name):
   lines = (FOLDER / f'{name}.py').read_text().splitlines()
