@@ -466,8 +466,9 @@ def check_rows(
     raise errors.UserError(
       f'objective {objective.text!r} feeds models of kind'
       f' {_READERS.get(content) or architectures.names(kinds)}, and the model'
-      f' is {architecture.name}; change config.data.objective or'
-      ' config.model.kind (the table is in configs/objectives.md).'
+      f' is {architecture.name} with a head of {model.decoder.head.kind};'
+      ' change config.data.objective, config.model.kind or'
+      ' config.model.head.kind (the table is in configs/objectives.md).'
     )
 
 

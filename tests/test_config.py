@@ -73,7 +73,7 @@ def test_training_starts_from_the_reference_that_is_not_named():
 
 
 def test_classifiers_of_trained_encoders_have_the_head_of_their_classes():
-  flags = 'model.kind=encoder_only', 'model.decoder.embedding_norm=True'
+  flags = 'model.kind=encoder_only', 'model.decoder.first_norm=False'
   flags += 'data.encoder_length=8', 'data.source=labels:x#a,b'
   flags += ('data.decoder_length=0', 'data.objective={}:labels=a|b')
   mean = 'kind=labels', 'labels=2', 'pooled=mean', 'layer=pooler'

@@ -755,8 +755,9 @@ def classifier(config: ModelConfig, labels: int) -> ModelConfig:
   head, stack = config.decoder.head, config.decoder
   if not isinstance(head, heads_lib.Labels):
     head = heads_lib.Labels(labels)
-    if stack.role == 'bidirectional' and stack.embedding_norm:
-      layer = 'pooler' if stack.norms_after_sum else 'transform'
+    # BERT and RoBERTa have types of tokens; only ModernBERT lacks the norm.
+    if stack.token_types or not stack.first_norm:
+      layer = 'pooler' if stack.token_types else 'transform'
       head = heads_lib.Labels(labels, 'first', layer)
   return with_head(config, dataclasses.replace(head, labels=labels))
 
