@@ -307,8 +307,8 @@ class Objective:
       raise errors.UserError(
         f'config.data.objective {self.text!r} needs one vocabulary for both'
         f' sides: {reason}. Leave out config.data.encoder_vocabulary, or use'
-        ' prefix_lm, prefix_lm_uniform, reverse_prefix_lm, pairs or chat'
-        ' without these options'
+        ' prefix_lm, prefix_lm_uniform, reverse_prefix_lm, passages, pairs or'
+        ' chat without these options'
       )
 
   def make(

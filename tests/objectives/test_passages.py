@@ -61,6 +61,21 @@ def test_each_passage_has_the_question_and_is_cut(vocabulary):
     framing.check_framing(row, sides)
 
 
+def test_an_encoder_reads_passages_in_its_own_tokens(vocabulary, tmp_path):
+  texts = tiny_tokenizers.TEXTS
+  other = vocabulary_pair.open_vocabulary(
+    tiny_tokenizers.save(tmp_path, 'llama3', texts, 400)
+  )
+  maker = objective_names.parse_one('passages:length=40').make(
+    framing.Lengths(80, 16), vocabulary, encoder_vocabulary=other
+  )
+  (pair,) = examples(maker, ['q', 'a fox', {'p': ['a dog', 'two']}])
+  parts = [f'question: q context: {text}' for text in ('a dog', 'two')]
+  first, second = map(other.encode, parts)
+  assert pair.inputs.tolist() == [*first, other.bos, *second]
+  assert vocabulary.decode(pair.targets) == 'a fox'
+
+
 @pytest.mark.parametrize(
   'document, words',
   [
