@@ -7,6 +7,7 @@ number its examples, for cross-attention, and `split` numbers the passages in
 them, for the encoder's self-attention.
 """
 
+from collections.abc import Sequence
 import dataclasses
 
 import jax
@@ -38,11 +39,11 @@ class Passages:
   def __post_init__(self):
     keys.check(self, 'passages.')
 
-  def require_fits(self, tokens: Int[np.ndarray, 'n']) -> None:
+  def require_fits(self, tokens: Sequence[int] | np.ndarray) -> None:
     """Checks framed inputs; fits without passages.
 
     Args:
-      tokens: token ids of one or several passages.
+      tokens: ids [n] of one or several passages.
 
     Raises:
       UserError: one is longer than `length`.

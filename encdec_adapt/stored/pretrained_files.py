@@ -318,7 +318,10 @@ def stack_positions(stored: model_on_disk.StoredModel) -> dict[str, float]:
 
 
 def positions_key(stored: model_on_disk.StoredModel, side: str) -> str:
-  """Returns the key of `stack_positions`, for error messages."""
+  """Returns the key of `prompt_room` and `stack_positions`, for errors."""
+  room = embedding_files.read_room(stored.path)
+  if room and room < stack_positions(stored)[side]:
+    return f'max_seq_length of its {embedding_files.TRANSFORMER}'
   if stored.model.stacks[side].positions.kind == 'learned':
     return f'learned, config.model.{side}.positions.rows'
   return 'max_position_embeddings of its config.json'
