@@ -720,9 +720,13 @@ def check_positions(
 
 
 def without_cross_attention(decoder: StackConfig) -> DecoderOnlyConfig:
-  """Returns the decoder as a decoder-only model."""
+  """Returns a stack as a decoder-only model, which reads no passages."""
   stack = dataclasses.replace(
-    decoder, cross_width=None, cross_merged=False, cross_layers='all'
+    decoder,
+    cross_width=None,
+    cross_merged=False,
+    cross_layers='all',
+    passages=passage_segments.Passages(),
   )
   return DecoderOnlyConfig(stack)
 

@@ -89,6 +89,11 @@ def test_the_encoder_costs_as_much_as_its_passages():
     assert cost(reading, 8 * count) == count * cost(stack, 8)
   assert cost(reading, 20) == 2 * cost(stack, 8) + cost(stack, 4)
   assert cost(stack, 320) > 40 * cost(stack, 8)
+  # The convention of the paper knows no passages.
+  pair = model_config.encoder_decoder(reading, stack)
+  plain = model_config.encoder_decoder(stack, stack)
+  published = forward_flops.published
+  assert published(pair, 320, 8) == published(plain, 320, 8)
 
 
 def test_only_encoders_read_passages():
