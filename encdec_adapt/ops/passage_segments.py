@@ -39,7 +39,9 @@ class Passages:
   def __post_init__(self):
     keys.check(self, 'passages.')
 
-  def require_fits(self, tokens: Sequence[int] | np.ndarray) -> None:
+  def require_fits(
+    self, tokens: Sequence[int | np.integer] | np.ndarray
+  ) -> None:
     """Checks framed inputs; fits without passages.
 
     Args:
@@ -48,9 +50,11 @@ class Passages:
     Raises:
       UserError: one is longer than `length`.
     """
+    if not self.length:
+      return
     edges = np.flatnonzero(np.asarray(tokens) == self.token) + self.ends
     parts = np.diff(np.unique([0, *edges, len(tokens)]))
-    if self.length and max(parts, default=0) > self.length:
+    if max(parts, default=0) > self.length:
       raise errors.UserError(
         f'the encoder reads passages of at most {self.length} tokens'
         f' (config.model.encoder.passages.length), and one has {max(parts)};'

@@ -166,7 +166,7 @@ def test_the_loss_decides_the_head_of_the_model():
   assert settings.model.decoder.final_softcap is None
   assert not settings.model.architecture.generates
   # A saved run states it.
-  stated = config_lib.with_head(_config(), settings.model.decoder.head)
+  stated = config_lib.with_implied(_config(), settings.model)
   assert stated.model.head.kind == 'reward'
   assert config_lib.load(stated, sources=False).model == settings.model
   for changes, message in (
