@@ -181,7 +181,7 @@ class Architecture:
     fields: Mapping[str, Fields],
     **options: Any,
   ) -> Float[Array, 'B L D']:
-    """Computes the decoder's states.
+    """Computes the states that logits are computed from.
 
     Args:
       model: the model.
@@ -194,7 +194,8 @@ class Architecture:
     rows = len(fields['decoder'][0])
     if source and rows > len(source[0]):  # Shared by a group.
       source = [jnp.repeat(x, rows // len(x), axis=0) for x in source]
-    return model.decode(params, *fields['decoder'], *source, **options)
+    hidden = model.decode(params, *fields['decoder'], *source, **options)
+    return model.pool(hidden, fields['decoder'][1])
 
   def predict(
     self, model: Any, params: Params, batch: Batch, **options: Any

@@ -16,8 +16,10 @@ from jaxtyping import Array, Float, Int
 
 from encdec_adapt.models import architecture as architectures
 from encdec_adapt.models import (
+  embedding_head,
   execution,
   expert_layer,
+  heads,
   layers,
   model_config,
   parameters,
@@ -76,6 +78,20 @@ class BaseModel:
     """Returns the output table, including padding rows."""
     module = self.config.decoder.head.module or 'embedder'
     return kernel_forms.dense(params['decoder'][module]['table'])
+
+  def pool(
+    self, hidden: Float[Array, 'B L D'], segments: Tokens
+  ) -> Float[Array, 'B L D']:
+    """Replaces states with those that the labels of their texts are read from.
+
+    Args:
+      hidden: states of the decoder, unchanged with other heads.
+      segments: segment of each token.
+    """
+    head = self.config.decoder.head
+    if not isinstance(head, heads.Labels) or not head.pooled:
+      return hidden
+    return embedding_head.pool_in_place(hidden, segments, head.pooled)
 
   def projection(
     self, params: Params, hidden: Float[Array, 'B T D']

@@ -13,7 +13,6 @@ from jaxtyping import Array, Float, Int
 
 from encdec_adapt.models import (
   block,
-  embedding_head,
   execution,
   expert_layer,
   heads,
@@ -188,8 +187,6 @@ class Stack(nn.Module):
     if isinstance(cfg.head, heads.Tokens) and cfg.head.scaled:
       # Scaled here, because losses multiply states by the head in several ways.
       x = x * jnp.asarray(cfg.width**-0.5, x.dtype)
-    if isinstance(cfg.head, heads.Labels) and cfg.head.pooled:
-      x = embedding_head.pool_in_place(x, segments, cfg.head.pooled)
     if cached is None:
       return x, updated
     cached = cached.replace(layers=updated, index=cached.index + 1)

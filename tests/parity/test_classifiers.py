@@ -56,6 +56,15 @@ def test_logits_and_the_round_trip(name, fields, saved, tmp_path):
   atol = tiny_models.TOLERANCE
   np.testing.assert_allclose(logits[mask], expected, rtol=0, atol=atol)
   test_folders.assert_comes_back(tmp_path / 'model', tmp_path / 'again')
+  # Its states are those of the encoder alone.
+  theirs.base_model.save_pretrained(tmp_path / 'encoder')
+  encoder = encdec_adapt.load(tmp_path / 'encoder')
+  states = [np.asarray(x.encode(tokens, mask))[mask] for x in (ours, encoder)]
+  np.testing.assert_array_equal(*states)
+  vectors = (
+    x.embed_tokens({0: tokens[0]}, pooling='mean') for x in (ours, encoder)
+  )
+  np.testing.assert_array_equal(*(dict(x)[0] for x in vectors))
 
 
 @pytest.mark.parametrize(
