@@ -34,18 +34,6 @@ def pool(
     pooling: one of `heads.POOLINGS`.
   """
   mask = segments[:, None] == jnp.arange(1, texts + 1)[:, None]  # [B, M, L]
-  return _pool(states, mask, pooling)
-
-
-def pool_in_place(
-  states: Float[Array, 'B L D'], segments: Int[Array, 'B L'], pooling: str
-) -> Float[Array, 'B L D']:
-  """Replaces each state with the pooled state of its text."""
-  mask = segments[:, None] == segments[..., None]  # [B, L, L]
-  return _pool(states, mask, pooling).astype(states.dtype)
-
-
-def _pool(states: jax.Array, mask: jax.Array, pooling: str) -> jax.Array:
   number = jnp.cumsum(mask, axis=-1)  # Numbers the text's tokens from 1.
   count = number[..., -1:]
   weights = mask / jnp.maximum(count, 1)
@@ -54,6 +42,28 @@ def _pool(states: jax.Array, mask: jax.Array, pooling: str) -> jax.Array:
   # Summing a long text in bfloat16 would lose the last terms.
   weights, states = (x.astype(jnp.float32) for x in (weights, states))
   return jnp.einsum('BML,BLD->BMD', weights, states, precision=EXACT)
+
+
+def pool_in_place(
+  states: Float[Array, 'B L D'], segments: Int[Array, 'B L'], pooling: str
+) -> Float[Array, 'B L D']:
+  """Replaces each state with the pooled state of its text.
+
+  Unlike `pool`, it makes no arrays of texts by tokens: a row may have as many
+  texts as tokens.
+  """
+
+  def pool_row(states: jax.Array, segments: jax.Array) -> jax.Array:
+    length = len(segments)
+    ids = dict(segment_ids=segments, num_segments=length + 1)
+    if pooling == 'mean':
+      totals = jax.ops.segment_sum(states.astype(jnp.float32), **ids)
+      counts = jax.ops.segment_sum(jnp.ones(length), **ids)
+      return totals[segments] / counts[segments, None]
+    edge = {'first': jax.ops.segment_min, 'last': jax.ops.segment_max}[pooling]
+    return states[edge(jnp.arange(length), **ids)[segments]]
+
+  return jax.vmap(pool_row)(states, segments).astype(states.dtype)
 
 
 def vectors(

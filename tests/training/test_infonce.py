@@ -1,6 +1,8 @@
 """The contrastive loss: literal values, a dense formula, parts and meshes."""
 
 import dataclasses
+import functools
+import itertools
 
 from flax import traverse_util
 import jax
@@ -145,8 +147,13 @@ def test_pooling_by_segment():
   ):
     pooled = embedding_head.pool(states, segments, 3, pooling)
     assert pooled[0].tolist() == expected
-    (in_place,) = embedding_head.pool_in_place(states, segments, pooling)
-    assert in_place[:5].tolist() == [expected[0]] * 3 + [expected[1]] * 2
+    in_place = functools.partial(embedding_head.pool_in_place, pooling=pooling)
+    (row,) = in_place(states, segments)
+    assert row[:5].tolist() == [expected[0]] * 3 + [expected[1]] * 2
+    sizes = {(2, 512, 2): jnp.float32, (2, 512): jnp.int32}
+    shapes = itertools.starmap(jax.ShapeDtypeStruct, sizes.items())
+    memory = jax.jit(in_place).lower(*shapes).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 512 * 512  # None of L x L.
 
 
 def _gradient(loss, params, batch, parts=1):
