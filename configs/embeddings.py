@@ -34,7 +34,7 @@ def get_config(arg=None):
   """`source`; `lora`: rank of adapters."""
   args = config_lib.parse_arg(arg, source='', lora=0)
   config = pretrained.get_stack_config(args['source'])
-  config.model.head.kind = 'embedding'
+  config.model.head.update(kind='embedding', pooled='', layer='')
   config.data.objective = 'embed:too_long=truncate'
   config.loss.kind = 'infonce'
   config.train.batch_size = 64

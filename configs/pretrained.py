@@ -83,11 +83,13 @@ def get_stack_config(source):
   """
   config = get_config(source=source)
   opened = open_model(source)
-  # Only a head of embeddings stays; another task has other labels.
   head, choice = opened.model.decoder.head, opened.vocabularies
-  head = head if isinstance(head, heads.Embedding) else heads.Tokens()
+  if not isinstance(head, (heads.Embedding, heads.Labels)):
+    head = heads.Tokens()
   model = model_config.prompt_model(opened.model, head)
   config_lib.set_model(config.model, model)
+  # Of a classifier the form of its head stays; another task has other labels.
+  config.model.head.labels = 0
   if choice and choice.encoder:
     config.data.vocabulary, config.data.encoder_vocabulary = choice.encoder, ''
   config.data.encoder_length, config.data.decoder_length = 512, 0

@@ -92,14 +92,14 @@ class HeadSection:
       if stated[name] not in (default, values[name]):
         raise errors.UserError(
           f'{_HEAD}{name} is {stated[name]!r}, and config.loss and'
-          f' config.data.objective give the model {values[name]!r}; leave it at'
+          f' config.data.objective give the model {values[name]!r}; set it to'
           f' {default!r}, or change them.'
         )
 
   def before_training(self) -> 'HeadSection':
     """Returns the section before changes by loss and objective."""
-    if self.pooled or self.layer:  # The recipe keeps both.
-      return self
+    if self.pooled or self.layer:  # The recipe keeps both, not their number.
+      return dataclasses.replace(self, labels=2)
     if self.kind in ('labels', 'reward'):
       return HeadSection(tied=self.tied)
     return dataclasses.replace(self, temperature=0.0)

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 import encdec_adapt
+from encdec_adapt import config as config_lib
 from encdec_adapt.base import errors
-from encdec_adapt.models import model_config
+from encdec_adapt.configs import embeddings, pretrained
+from encdec_adapt.models import heads, model_config, parameters
 from tests import toy_models
 from tests.parity import test_folders, tiny_models
 
@@ -65,6 +67,25 @@ def test_logits_and_the_round_trip(name, fields, saved, tmp_path):
     x.embed_tokens({0: tokens[0]}, pooling='mean') for x in (ours, encoder)
   )
   np.testing.assert_array_equal(*(dict(x)[0] for x in vectors))
+
+
+def test_a_classifier_that_is_tuned_again_keeps_the_form_of_its_head(tmp_path):
+  save('modernbert', tmp_path, classifier_pooling='mean')
+  for labels in ('a|b', 'a|b|c'):
+    config = pretrained.get_stack_config(str(tmp_path))
+    config.data.objective = f'classify:labels={labels}'
+    model = config_lib.load(config, 'run', sources=False).model
+    head = heads.Labels(len(labels[::2]), 'mean', 'transform')
+    assert model.decoder.head == head
+    source = encdec_adapt.load(tmp_path).config
+    # All parameters but those of the labels, if their number differs.
+    names = parameters.parameter_table(model).keys()
+    new = names - parameters.paths_in(source, model).keys()
+    assert ('decoder/head/table' in new) == (head.labels == 2)
+    assert not [x for x in new if '/head/' not in x]
+  config = embeddings.get_config(f'source={tmp_path}')
+  model = config_lib.load(config, 'run', sources=False).model
+  assert model.decoder.head.kind == 'embedding'
 
 
 @pytest.mark.parametrize(
