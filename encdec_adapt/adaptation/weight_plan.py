@@ -416,16 +416,15 @@ def _unused(
       reasons[name] = f'{counterpart} is drawn fresh'
     elif block.CROSS.keys() & {*parts}:
       reasons[name] = 'the target has no cross-attention'
-    elif encodes and (
-      name == side.head or parts[0] in ('transform', 'embedding')
-    ):
+    elif encodes and parts[0] in side.config.head.modules:
       reasons[name] = 'an encoder has no head'
     elif encodes and '/'.join(parts) in side.shared_parts:
       reasons[name] = "the encoder reads the decoder's table"
-    elif not side.target.head.predicts_tokens and (
-      name == side.head or parts[0] == 'transform'
+    elif (
+      not side.target.head.predicts_tokens
+      and parts[0] in side.config.head.modules
     ):
-      reasons[name] = f'a head of {side.target.head.kind} predicts no tokens'
+      reasons[name] = f'the target has a head of {side.target.head.kind}'
     elif name == side.head:
       raise errors.UserError(
         f'{side.source} has a head of its own, and the target ties its head to'

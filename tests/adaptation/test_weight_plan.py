@@ -11,7 +11,7 @@ import pytest
 
 from encdec_adapt.adaptation import array_plans, weight_plan
 from encdec_adapt.base import errors
-from encdec_adapt.models import build, model_config, parameters, presets
+from encdec_adapt.models import build, heads, model_config, parameters, presets
 from tests import toy_models
 
 STACK = toy_models.stack(
@@ -181,6 +181,26 @@ def test_two_sources_with_fresh_cross_attention(encoder, decoder):
     # 3 layers of query, output (8 x 4 x 4) and key, value (12 x 2 x 4).
     assert counts['fresh'] == 3 * 2 * (128 + 96)
   assert counts['constant'] == 3 * 8 * decoder.post_norms
+
+
+@pytest.mark.parametrize('layer', ['', 'pooler', 'transform'])
+def test_heads_of_classifiers_are_unused(layer):
+  head = heads.Labels(3, 'first', layer)
+  stack = dataclasses.replace(STACK, role='bidirectional', head=head)
+  source = model_config.DecoderOnlyConfig(stack)
+  modules = {name for name in ('head', layer) if name}
+
+  def unused(target, *decoder):
+    plan = weight_plan.make_plan(target, source, *decoder)
+    (reasons,) = filter(None, plan.unused.values())
+    assert {name.split('/')[1] for name in reasons} == modules
+    return {*reasons.values()}
+
+  pair = model_config.encoder_decoder(stack, STACK)
+  decoder = model_config.DecoderOnlyConfig(STACK)
+  assert unused(pair, decoder) == {'an encoder has no head'}
+  vectors = model_config.with_head(source, heads.Embedding())
+  assert unused(vectors) == {'the target has a head of embedding'}
 
 
 @pytest.mark.parametrize('norm_gain', ['one_plus', 'direct'])
