@@ -88,6 +88,8 @@ def test_classifiers_of_trained_encoders_have_the_head_of_their_classes():
   assert head('tag') == heads.Labels(2)
   with pytest.raises(errors.UserError, match="pooled is 'mean', .*to ''"):
     head('tag', mean)
+  with pytest.raises(errors.UserError, match="pooled is 'first', .*causal"):
+    model_config.StackConfig(head=heads.Labels(2, 'first'))
 
 
 @pytest.mark.parametrize('size', ['s_s', '2b_2b', '9b_2b', '9b_9b', '27b_27b'])

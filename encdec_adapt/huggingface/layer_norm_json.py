@@ -401,7 +401,9 @@ def _labels(raw: Raw, family: Family, file: str) -> heads.Labels:
   """Returns the head of a classifier."""
   count = len(raw.get('id2label') or ()) or raw.get('num_labels', 2)
   kind = raw.get('problem_type') or 'single_label_classification'
-  pooling = raw.get('classifier_pooling', 'cls')
+  pooling = 'cls'  # BERT and RoBERTa have no choice.
+  if family.layer == 'transform':
+    pooling = raw.get('classifier_pooling', pooling)
   if (
     kind != 'single_label_classification'
     or count < 2

@@ -342,6 +342,12 @@ class StackConfig:
         ' set it to 0.'
       )
     self.head.sizes(self.width)  # Checks them.
+    pooled = getattr(self.head, 'pooled', '')
+    if pooled == 'first' and self.role == 'causal':
+      raise errors.UserError(
+        f"head.pooled is {pooled!r}, and a causal decoder's first state reads"
+        " only the first token; set it to 'last' or 'mean'."
+      )
     self._check_experts()
 
   def _check_without_rotation(self) -> None:

@@ -34,6 +34,7 @@ def save(name, folder, **fields):
   'name, fields',
   [
     ('bert', {}),
+    ('bert', {'classifier_pooling': 'mean'}),  # Not read by its class.
     ('roberta', {}),
     ('modernbert', {}),
     ('modernbert', {'classifier_pooling': 'mean'}),
