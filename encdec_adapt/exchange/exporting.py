@@ -150,7 +150,7 @@ def _export(
       native=native,
       dtype=dtype,
       fields=fields,
-      framing={**stored.framing.fields(), **_label_names(stored)},
+      common_fields={**stored.framing.fields(), **_label_names(stored)},
       files={**files, model_on_disk.CARD: card.encode()},
       vision=vision,
       on_progress=progress.ByteProgress('written'),
@@ -159,10 +159,14 @@ def _export(
 
 
 def _label_names(stored: model_on_disk.StoredModel) -> dict[str, Any]:
-  """Returns the fields of config.json for labels that were trained."""
-  options = stored.objectives[0].options if stored.objectives else {}
-  names = [*options.get('labels', ())]
-  return layer_norm_json.label_names(names) if names else {}
+  """Returns the fields of config.json for the labels of a classifier."""
+  if not isinstance(stored.model.decoder.head, heads.Labels):
+    return {}
+  if stored.objectives:
+    labels = stored.objectives[0].options['labels']
+    return layer_norm_json.label_names([*labels])
+  raw = atomic.read_json(stored.path / tensor_folder.CONFIG)
+  return {x: raw[x] for x in ('id2label', 'label2id') if raw.get(x)}
 
 
 def _embedding_files(

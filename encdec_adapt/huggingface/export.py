@@ -33,7 +33,7 @@ def write(
   native: bool = False,
   dtype: np.dtype | None = None,
   fields: Mapping[str, Mapping[str, Any]] | None = None,
-  framing: Mapping[str, Any] | None = None,
+  common_fields: Mapping[str, Any] | None = None,
   files: Mapping[str, paths.Path | bytes] | None = None,
   vision: vision_lib.Vision | None = None,
   on_progress: Callable[[int, int], None] = lambda nbytes, total: None,
@@ -49,8 +49,8 @@ def write(
     dtype: dtype of the tensors; None keeps the parameter dtypes.
     fields: further fields of config.json by stack, such as token ids; see
       `config_json.carried_fields`.
-    framing: fields of config.json for the framing of prompts and the names of
-      labels.
+    common_fields: further fields of config.json of no stack: the framing of
+      prompts, the names of labels.
     files: further files, name in the folder -> file to copy, or content.
     vision: vision part of a T5Gemma 2, written in its stored dtype.
     on_progress: called with the bytes written and in total.
@@ -66,7 +66,7 @@ def write(
     raw, layout = config_json.native_from_model(config), weights.NATIVE
   else:
     raw, layout = config_json.raw_from_model(config)
-  raw = config_json.with_fields(raw, fields or {}) | dict(framing or {})
+  raw = config_json.with_fields(raw, fields or {}) | dict(common_fields or {})
   plans = _plan(config, layout, params, dtype)
   # Without the vision part, which keeps its stored dtypes.
   common = folder_lib.common_dtype(plan.dtype for plan in plans.values())

@@ -10,7 +10,7 @@ from encdec_adapt import config as config_lib
 from encdec_adapt.base import errors
 from encdec_adapt.configs import embeddings, pretrained
 from encdec_adapt.models import heads, model_config, parameters
-from tests import toy_models
+from tests import tiny, toy_models
 from tests.parity import test_folders, tiny_models
 
 pytestmark = pytest.mark.parity
@@ -68,6 +68,17 @@ def test_logits_and_the_round_trip(name, fields, saved, tmp_path):
     x.embed_tokens({0: tokens[0]}, pooling='mean') for x in (ours, encoder)
   )
   np.testing.assert_array_equal(*(dict(x)[0] for x in vectors))
+
+
+def test_an_export_has_the_names_of_the_labels(tmp_path):
+  names = dict(enumerate('abc'))
+  ids = {name: i for i, name in names.items()}
+  save('bert', tmp_path / 'model', id2label=names, label2id=ids)
+  output = tmp_path / 'exported'
+  flags = f'--checkpoint={tmp_path / "model"}', f'--output={output}'
+  assert tiny.convert('export', *flags) == 0
+  settings = tiny_models.transformers.AutoConfig.from_pretrained(output)
+  assert (settings.id2label, settings.label2id) == (names, ids)
 
 
 def test_a_classifier_that_is_tuned_again_keeps_the_form_of_its_head(tmp_path):
