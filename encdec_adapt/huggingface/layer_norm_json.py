@@ -238,6 +238,10 @@ _GPT2_SUPPORTED = {
   'add_cross_attention': False,
 }
 _GPT2_CLASSES = 'GPT2LMHeadModel', 'GPT2ForSequenceClassification'
+_MODERN_BERT_CLASSES = (
+  'ModernBertForMaskedLM',
+  'ModernBertForSequenceClassification',
+)
 _MODERN_BERT_SUPPORTED = {
   'norm_bias': False,
   'attention_bias': False,
@@ -317,11 +321,10 @@ TYPES: Mapping[str, Family] = {
       'embedding_norm': True,
       'first_norm': False,
     },
-    ('ModernBertForMaskedLM',),
+    _MODERN_BERT_CLASSES[:1],
     {
-      'ModernBertForMaskedLM': weights.modern_bert_layout('model.'),
-      'ModernBertForSequenceClassification': (
-        weights.modern_bert_layout('model.')
+      **dict.fromkeys(
+        _MODERN_BERT_CLASSES, weights.modern_bert_layout('model.')
       ),
       'ModernBertModel': weights.modern_bert_layout(''),
     },
@@ -329,7 +332,7 @@ TYPES: Mapping[str, Family] = {
     _write_modern_bert,
     head_activation='gelu',
     plain='ModernBertModel',
-    classifier='ModernBertForSequenceClassification',
+    classifier=_MODERN_BERT_CLASSES[1],
     layer='transform',
   ),
 }
