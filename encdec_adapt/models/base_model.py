@@ -104,7 +104,7 @@ class BaseModel:
     decoder, head = params['decoder'], config.head
     if not head.layer:
       return hidden, table
-    layer = layers.Transform(config, name=head.layer)
+    layer = layers.HEADS[head.layer](config, name=head.layer)
     hidden = layer.apply({'params': decoder[head.layer]}, hidden)
     bias = decoder[head.bias]['logits_bias'][:, None]
     table = jnp.concatenate([table, bias.astype(table.dtype)], axis=1)

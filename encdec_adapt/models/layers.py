@@ -12,6 +12,7 @@ Imports neither attention nor modules that consist of layers.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+import functools
 import itertools
 import math
 from typing import Any
@@ -251,10 +252,15 @@ class Transform(nn.Module):
   """Layer and norm between the states and the table of a masked LM (BERT).
 
   Also declares its bias of the logits, for `base_model.BaseModel.projection`.
-  The 'pooler' of a classifier has a tanh and no norm.
+
+  Attributes:
+    config: config of the stack.
+    normed: whether a norm follows the activation; otherwise the activation is
+      tanh (the pooler of a classifier).
   """
 
   config: model_config.StackConfig
+  normed: bool = True
 
   @nn.compact
   def __call__(
@@ -269,7 +275,7 @@ class Transform(nn.Module):
       bias = self.param('dense_bias', bias_init('table_embed'), shape[1:])
     if cfg.head.bias == self.name:
       self.param('logits_bias', bias_init('vocab'), (cfg.table_rows,))
-    normalise = None if self.name == 'pooler' else Norm(cfg, name='norm')
+    normalise = Norm(cfg, name='norm') if self.normed else None
     if x is None:  # Flax declares parameters at the first call.
       if normalise:
         normalise(jnp.zeros((1, 1, cfg.width)))
@@ -304,7 +310,7 @@ HEADS = {
   'head': Head,
   'embedding': EmbeddingHead,
   'transform': Transform,
-  'pooler': Transform,
+  'pooler': functools.partial(Transform, normed=False),
 }
 
 
