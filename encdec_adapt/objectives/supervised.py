@@ -389,8 +389,13 @@ class Chat(Supervised):
       messages, *fields = content
     _check_answers(messages)
     ids, turns = _encode(messages, self._vocabulary)
+    opening = np.array(self._vocabulary.ids.target_opening, np.int32)
     pairs = [
-      framing.Pair(ids[:i], ids[i:stop], fields=_fields(*fields))
+      framing.Pair(
+        ids[:i],
+        np.concatenate([opening, ids[i:stop]]),
+        fields=_fields(*fields),
+      )
       for i, stop in turns
     ]
     if self._encoder_vocabulary:

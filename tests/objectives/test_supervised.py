@@ -1,5 +1,6 @@
 """Pairs and conversations as examples, and MEAP's copies of them."""
 
+import dataclasses
 import json
 import pydoc_data.topics
 import random
@@ -124,6 +125,19 @@ def test_every_turn_of_the_assistant_is_an_example(vocabulary):
   whole = chat_format.encode(CHAT, vocabulary).ids.tolist()
   made = [*second.inputs, *second.targets]
   assert made == whole[: len(made)]
+
+
+def test_turns_begin_with_the_forced_token(vocabulary, monkeypatch):
+  """Generation writes it first."""
+  (plain, *_) = examples(_make(vocabulary, 'chat', 256), CHAT)
+  ids = dataclasses.replace(vocabulary.ids, forced=7)
+  monkeypatch.setattr(vocabulary, 'ids', ids)
+  (turn, *_) = examples(_make(vocabulary, 'chat', 256), CHAT)
+  assert turn.targets.tolist() == [7, *plain.targets]
+  assert turn.inputs.tolist() == plain.inputs.tolist()
+  maker = _make(vocabulary, 'chat_preferences', 256)
+  (pair,) = examples(maker, ['Hello', 'No', CHAT[:2], None])
+  assert pair.targets[0] == pair.rejected[0] == 7
 
 
 def test_further_fields_stay_with_every_example(vocabulary):
