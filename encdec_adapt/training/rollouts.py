@@ -107,7 +107,8 @@ class Sampler:
     if any(x.rows.ends_turns for x in records.spec.objectives):
       ends.append(chat_format.end_of_turn(decoder))
     self._ends = np.array(ends, np.int32)
-    self._choice = {'vocab_size': decoder.size, 'forced': decoder.ids.forced}
+    forced = framing_ids.decoder.forced
+    self._choice = {'vocab_size': decoder.size, 'forced': forced}
     # Check memory once per program.
     self._require_memory = functools.cache(_require_memory)
 

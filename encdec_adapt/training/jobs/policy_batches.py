@@ -205,21 +205,25 @@ class PolicyBatches(record_batches.SampledBatches):
 
   def _frame(self, batch: _Batch, masks: bool) -> framing.Batch:
     """Returns this process's rows; `masks` gives cut completions weight 0."""
-    samples = batch.samples
+    samples, ids = batch.samples, self._data.train.framing
+    # The policy does not choose a forced token.
+    first = 0 if ids.decoder.forced is None else 1
     framed = [[[]] * samples.counts.shape[1] for _ in batch.rows]
     for i, group in zip(batch.exists, batch.groups, strict=True):
       framed[i] = [
         [
           group.pair._replace(
             targets=tokens,
-            weights=np.full(len(tokens), ended or not masks, np.float32),
+            weights=np.float32(
+              (np.arange(len(tokens)) >= first) & (ended or not masks)
+            ),
           )
         ]
         for tokens, ended in zip(group.tokens, samples.ended[i], strict=True)
       ]
     fields = self._recipe.rows.of_groups(
       [framed[i] for i in self._local],
-      self._data.train.framing,
+      ids,
       teacher=self._teacher,
     )
     fields['rewards'] = batch.rewards[self._local]

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from encdec_adapt.objectives import framing
+from encdec_adapt.tokenizers import special_ids
 from encdec_adapt.training import rollouts
 from encdec_adapt.training.jobs import completion_rewards, policy_batches
 from tests import gemma_ids
@@ -53,9 +54,14 @@ def test_metrics_are_of_the_prompts_that_exist():
   )
 
 
+@pytest.mark.parametrize('forced', [None, 5])
 @pytest.mark.parametrize('cut, last', [('keep', 1), ('mask', 0)])
-def test_tokens_count_up_to_the_end_and_masked_completions_not(cut, last):
-  records = types.SimpleNamespace(framing=gemma_ids.FRAMING)
+def test_tokens_count_up_to_the_end_and_masked_completions_not(
+  cut, last, forced
+):
+  """A forced token, which the policy does not choose, has weight 0."""
+  ids = dataclasses.replace(gemma_ids.FRAMING.decoder, forced=forced)
+  records = types.SimpleNamespace(framing=special_ids.Framing(ids, ids))
   rows = dataclasses.replace(test_policy.ROWS, lengths=framing.Lengths(4, 4))
   batches = types.SimpleNamespace(
     _recipe=types.SimpleNamespace(rows=rows),
@@ -66,6 +72,9 @@ def test_tokens_count_up_to_the_end_and_masked_completions_not(cut, last):
   rows = policy_batches.PolicyBatches._frame(
     batches, BATCH, masks=cut == 'mask'
   )
-  counts = [[2, 2], [0, 0], [2, last], [1, 1]]
+  counts = np.array([[2, 2], [0, 0], [2, last], [1, 1]])
+  if forced:
+    counts = np.maximum(counts - 1, 0)
+    assert not rows['weights'][..., 0].any()
   np.testing.assert_array_equal(rows['weights'].sum(-1), counts)
   np.testing.assert_array_equal(rows['targets'][2, :, 0], [6, 8])
