@@ -250,10 +250,7 @@ def _check(rows: framing.Batch, ids: special_ids.Framing, **rules: Any) -> None:
   rule, token, at = 'start with BOS', ids.encoder.bos, first
   if ids.encoder.ends_with_eos:
     rule, token = 'end with EOS', ids.encoder.eos
-    # Where the next text, or padding, has position 0.
-    after = 1 + len(ids.encoder.closing)
-    at = np.roll(rows['encoder_positions'] == 0, -after, axis=-1)
-    at &= rows['encoder_segments'] > 0
+    at = framing.at_eos(rows['encoder_segments'], ids.encoder)
   if (rows['encoder_tokens'][at] != token).any():
     raise ValueError(f'batch framing: a text does not {rule}')
 

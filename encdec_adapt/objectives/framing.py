@@ -274,8 +274,13 @@ def _following(segments: np.ndarray) -> np.ndarray:
   return following
 
 
-def _at_eos(segments: np.ndarray, ids: special_ids.SideIds) -> np.ndarray:
-  """Returns whether the framing EOS of a segment belongs at each position."""
+def at_eos(segments: np.ndarray, ids: special_ids.SideIds) -> np.ndarray:
+  """Returns whether each position is that of a segment's framing EOS.
+
+  Args:
+    segments: segments of rows, [B, L].
+    ids: special ids of the vocabulary.
+  """
   last = (segments > 0) & (segments != _following(segments))
   return np.roll(last, -len(ids.closing), axis=1)
 
@@ -312,10 +317,10 @@ def with_windows(batch: Batch, ids: special_ids.SideIds) -> Batch:
     if side == 'decoder':  # After its sentinel and the preceding visible run.
       span = np.maximum(span - 1, 0) + 0.5
     is_text = (segments > 0) & ~is_sentinel
-    is_text &= ~np.isin(tokens, ids.modes + ids.opening + ids.closing)
-    is_text &= ~np.isin(tokens, ids.target_opening)
+    edges = ids.opening + ids.target_opening + ids.closing
+    is_text &= ~np.isin(tokens, ids.modes + edges)
     if side == 'encoder' and ids.ends_with_eos:  # The window has BOS instead.
-      last = _at_eos(segments, ids)
+      last = at_eos(segments, ids)
       tokens, span = np.where(last, ids.bos, tokens), np.where(last, -0.5, span)
     order = segments * (width + 1.0) + span
     sides.append([tokens, segments, np.where(is_text, order, np.inf)])
@@ -455,7 +460,7 @@ def _encoder_rules(
     return {}
   tokens, segments = batch['encoder_tokens'], batch['encoder_segments']
   if ids.ends_with_eos:
-    last = _at_eos(segments, ids)
+    last = at_eos(segments, ids)
     is_eos = (segments > 0) & (tokens == ids.eos)
     # Documents and turns inside may end with EOS too.
     ends = is_eos | ~last if eos_inside or passages else is_eos == last

@@ -149,17 +149,21 @@ def test_all_windows_end_their_targets(name, ids):
     np.testing.assert_array_equal(np.add(*sizes[:2]), [24, targets])
 
 
-def test_texts_that_are_embedded_end_with_eos():
+@pytest.mark.parametrize('ids', [T5, CC25], ids=['t5', 'cc25'])
+def test_texts_that_are_embedded_end_with_eos(ids):
   objective = objective_names.parse_one('embed')
-  maker = objective.make(framing.Lengths(16, 0), BYT5)
+  lengths = framing.Lengths(16, 0, ids.frame_size)
+  maker = objective.make(lengths, BYT5)
   (texts,) = maker.examples([('a', '[["ab", "c"], null, null]')], None)
-  row = objective.rows.frame([texts], framing.Lengths(16, 0), FRAMING)
-  assert row['encoder_tokens'].tolist()[:6] == [100, 101, EOS, 102, EOS, 0]
+  sides = special_ids.Framing(ids, ids)
+  row = objective.rows.frame([texts], lengths, sides)
+  tokens = [*ids.frame([100, 101], 'encoder'), *ids.frame([102], 'encoder')]
+  assert row['encoder_tokens'].tolist() == tokens + [0] * (16 - len(tokens))
   rows = framing.stack_rows([row])
-  objective.rows.check(rows, FRAMING)
+  objective.rows.check(rows, sides)
   rows['encoder_tokens'][0, 2] = 5
   with pytest.raises(ValueError, match='does not end with EOS'):
-    objective.rows.check(rows, FRAMING)
+    objective.rows.check(rows, sides)
 
 
 def test_prompts_are_framed_as_records_are():
