@@ -401,9 +401,10 @@ class LoadedModel:
     segments = jnp.broadcast_to(mask, tokens.shape).astype(jnp.int32)
     # Positions count padding, to agree with transformers on left-padded rows.
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    # Except in RoBERTa, whose positions count tokens only.
-    is_pair = self.config.architecture.encodes_prompt
-    if self.config.stacks[side].positions.offset and not is_pair:
+    # Except in RoBERTa, whose positions count tokens only. BART has an offset
+    # too, but no token types.
+    stack = self.config.stacks[side]
+    if stack.positions.offset and stack.token_types:
       positions = jnp.maximum(jnp.cumsum(segments, axis=1) - 1, 0)
     return tokens, segments, positions
 

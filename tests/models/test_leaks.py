@@ -105,6 +105,28 @@ def test_packed_equals_unpacked_with_other_positions(
     np.testing.assert_allclose(found, alone[:, :count], rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize('token_types', [0, 1], ids=['bart', 'roberta'])
+@pytest.mark.parametrize('is_pair', [True, False])
+def test_only_roberta_counts_positions_without_padding(token_types, is_pair):
+  positions = relative_bias.Positions('learned', rows=32, offset=2)
+  fields = dict(token_types=token_types, positions=positions)
+  stack = toy_models.stack(**toy_models.BERT | fields)
+  config = model_config.DecoderOnlyConfig(stack)
+  if is_pair:
+    config = model_config.encoder_decoder(stack, toy_models.stack())
+  loaded = toy_models.load(config)
+
+  def states(tokens, mask):
+    if is_pair:
+      return np.asarray(loaded.encode(tokens, mask))
+    return np.asarray(loaded.logits(tokens, decoder_mask=mask))
+
+  tokens, mask = np.array([[0, 0, 5, 6, 7]]), np.array([[0, 0, 1, 1, 1]])
+  padded = states(tokens, mask)[:, 2:]
+  plain = states(tokens[:, 2:], mask[:, 2:])
+  assert np.allclose(padded, plain, atol=1e-4) == bool(token_types)
+
+
 def _keep(triple, start, size):
   """The rows' tokens from `start` on, the rest padding."""
   rows = [jnp.roll(x, -start, axis=1) for x in triple]
