@@ -34,7 +34,6 @@ _FRONT_MATTER = re.compile(r'\A---\n(.*?\n)---\n', re.DOTALL)
 # A folder in the cache of the Hub's client.
 _CACHED = re.compile(r'models--(.+?)--([^/]+)/snapshots/')
 _CARRIED = (tensor_folder.GENERATION, *model_on_disk.TOKENIZERS)
-_IDS = (*config_json.TOKEN_IDS, vocabulary.FORCED)
 # Fields of a generation config that name the software that wrote it.
 _STAMPS = ('transformers_version', '_from_model_config', '_commit_hash')
 # Cache settings for a class and version of transformers; the exported model may
@@ -369,7 +368,8 @@ def special_ids(
   # All EOS ids: generation must stop at any of them.
   if eos := tuple(dict.fromkeys(i for end in ends for i in tokens(end))):
     ids['eos'] = eos
-  ids['forced'] = {**fields, **generation}.get(vocabulary.FORCED)
+  # As in transformers, a generation config decides alone.
+  ids['forced'] = (generation or fields).get(vocabulary.FORCED)
   if framing:
     ids |= {'vocab_size': framing.size, 'forced': framing.ids.forced}
   return ids
@@ -397,9 +397,12 @@ def generation_config(
     The content, and a note on omitted stored fields, '' for none.
   """
   ids = {**(_ids(opened.decoder) if opened else {}), **fields['decoder']}
-  content = {key: ids[key] for key in _IDS if key in ids}
+  content = {key: ids[key] for key in config_json.TOKEN_IDS if key in ids}
   stored = _stored_json(sources, tensor_folder.GENERATION)
   content |= {k: stored[k] for k in stored if k not in (*_STAMPS, *_CACHES)}
+  forced = special_ids(sources, opened)['forced']
+  if content.get(vocabulary.FORCED) != forced:
+    content[vocabulary.FORCED] = forced
   # Decoder-only sources lack this field.
   start = ids.get(t5_json.START, content.get('bos_token_id'))
   if is_pair and start is not None:

@@ -40,8 +40,8 @@ export also writes it into tokenizer_config.json):
 | both (BERT, RoBERTa)  | not stated  | BOS p EOS        | BOS                 |
 
 Targets begin with the ids before such inputs, or with `forced_bos_token_id` of
-the model's generation_config.json, or else of config.json, which is generated
-first (BART, mBART-50).
+the model's generation_config.json, or without this file of config.json, which
+is generated first (BART, mBART-50).
 
 A final EOS is ignored if there is a BOS and no start token is stated: the model
 may be a decoder. Inconsistent files are rejected.
@@ -243,25 +243,30 @@ class Vocabulary(abc.ABC):
   def _stated_forced(self) -> int | None:
     """Returns the token that decoders are forced to write first, or None.
 
-    Adds the file that states it to `files`.
+    Adds the file that decides to `files`.
 
     Raises:
       UserError: it is no special token.
     """
     names = (GENERATION, *CONFIGS) if self.files else ()
-    for file in [self.files[0].parent / name for name in names]:
-      stated = atomic.read_json(file).get(FORCED) if file.is_file() else None
-      if stated is None:
-        continue
-      if stated not in self.specials.values():
-        raise errors.UserError(
-          f'{file} has {FORCED} {stated!r}, which is no special token of the'
-          f' tokenizer {self.path}; correct it, or use the files of one model.'
-        )
-      if file not in self.files:
-        self.files += (file,)
-      return stated
-    return None
+    files = [self.files[0].parent / name for name in names]
+    tokens = {x: atomic.read_json(x).get(FORCED) for x in files if x.is_file()}
+    if not {*tokens.values()} - {None}:
+      return None
+    # As in transformers, a generation config decides alone.
+    file, token = next(
+      (file, token)
+      for file, token in tokens.items()
+      if token is not None or file.name == GENERATION
+    )
+    if token not in (None, *self.specials.values()):
+      raise errors.UserError(
+        f'{file} has {FORCED} {token!r}, which is no special token of the'
+        f' tokenizer {self.path}; correct it, or use the files of one model.'
+      )
+    if file not in self.files:
+      self.files += (file,)
+    return token
 
   def _add(self, sentinels: int) -> None:
     # A second group would reuse the names of the first.

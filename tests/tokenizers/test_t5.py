@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from encdec_adapt.base import errors
+from encdec_adapt.stored import pretrained_files
 from encdec_adapt.tokenizers import (
   special_ids,
   tokenizer_writer,
@@ -139,6 +140,13 @@ def test_codet5_is_framed_by_its_post_processor(template, forced, tmp_path):
     assert own.ids.target_opening == (language,)
     assert own.fingerprint != others.fingerprint
     assert own.tokens_digest != others.tokens_digest
+    # Without a generation config, config.json decides.
+    (folder / 'generation_config.json').unlink()
+    fields = json.loads((folder / 'config.json').read_text())
+    fields['forced_bos_token_id'] = language
+    (folder / 'config.json').write_text(json.dumps(fields))
+    own = vocabulary_pair.open_vocabulary(folder)
+    assert own.ids.target_opening == (language,)
   assert own.ids.frame([7], 'encoder') == [own.specials['<s>'], 7, own.eos]
   assert own.ids.frame([7], 'decoder') == [own.pad, 7]
   described = dict.fromkeys(('encoder', 'decoder'), own.describe())
@@ -156,6 +164,27 @@ def test_codet5_is_framed_by_its_post_processor(template, forced, tmp_path):
   for text in TEXTS:
     ids = own.ids.frame(own.encode(text), 'encoder')
     assert reader(text)['input_ids'] == ids
+
+
+@pytest.mark.parametrize('generation', [{}, {'forced_bos_token_id': None}])
+def test_a_generation_config_decides_alone(generation, tmp_path):
+  fields = {'model_type': 'bart', 'forced_bos_token_id': 3}
+  folder = t5_files.train_code_t5(tmp_path, **fields)
+  file = folder / 'generation_config.json'
+  file.write_text(json.dumps({'max_length': 9, **generation}))
+  own = vocabulary_pair.open_vocabulary(folder)
+  assert own.ids.forced is None
+  assert file in own.files  # A copy reads the same.
+  opened = vocabulary_pair.Opened(own, own)
+  sources = {'decoder': folder}
+  for vocabularies in (opened, None):
+    ids = pretrained_files.special_ids(sources, vocabularies)
+    assert ids['forced'] is None
+    fields = pretrained_files.config_fields(sources, vocabularies)
+    content, _ = pretrained_files.generation_config(
+      sources, fields, vocabularies, is_pair=True
+    )
+    assert content.get('forced_bos_token_id') is None
 
 
 @pytest.mark.parametrize('name', ['MBart50Tokenizer', 'MBartTokenizer'])
