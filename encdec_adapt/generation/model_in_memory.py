@@ -142,8 +142,9 @@ class LoadedModel:
         f'{len(inputs)} inputs and targets {targets!r:.60}; give a list with a'
         ' target for each input.'
       )
-    tokens = list(map(self.tokenizer.encode, targets))
-    longest = max(map(len, tokens), default=0)
+    writer = self.tokenizer
+    tokens = list(map(writer.encode, targets))
+    longest = max(map(len, tokens), default=0) + len(writer.ids.target_opening)
     _, encoded = self._encode(inputs, chosen, longest)
     pairs = list(map(log_likelihoods.Pair, encoded, tokens))
     scores = self.score_tokens(pairs, chosen.batch_size)
@@ -328,10 +329,11 @@ class LoadedModel:
     """Scores continuations; see `inference.log_likelihoods.score`.
 
     Args:
-      pairs: contexts and continuations.
+      pairs: contexts, and continuations without the opening of targets.
       batch_size: pairs per batch, rounded up to divide over the devices.
       report: called with the number of scored pairs.
     """
+    ids = self.tokenizer.ids
     scores = log_likelihoods.score(
       self.model,
       self.params,
@@ -339,7 +341,7 @@ class LoadedModel:
       mesh=self.placement.mesh,
       rules=self.rules,
       rows=self.rows(batch_size),
-      bos=self.tokenizer.bos,
+      start=(ids.bos, *ids.target_opening),
     )
     return row_batches.in_order(scores, report)
 

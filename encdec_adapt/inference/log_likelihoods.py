@@ -1,9 +1,10 @@
 """Log-likelihoods of continuations, the base of all likelihood tasks.
 
 An encoder-decoder reads the context with its encoder and the continuation with
-its decoder, after BOS; a decoder-only model reads both, a prefix LM with
-bidirectional attention over the context. EOS is not scored. Requests are scored
-in descending order of length, in batches padded to a few lengths
+its decoder, after BOS and the opening of targets; a decoder-only model reads
+both, a prefix LM with bidirectional attention over the context. EOS and the
+opening, which generation may force, are not scored. Requests are scored in
+descending order of length, in batches padded to a few lengths
 (`inference.lengths`); the encoder reads a context once for all its
 continuations in a batch. Uses neither engine nor KV cache.
 """
@@ -57,6 +58,7 @@ class Batch(NamedTuple):
     contexts: index of each row's context.
     decoder: decoder input tokens.
     prefix_counts: number of context tokens in the decoder's input.
+    firsts: decoder position that predicts each continuation's first token.
     targets: tokens of the continuations.
     counts: number of tokens per continuation.
   """
@@ -66,6 +68,7 @@ class Batch(NamedTuple):
   contexts: Int[Array, 'B']
   decoder: Int[Array, 'B T']
   prefix_counts: Int[Array, 'B']
+  firsts: Int[Array, 'B']
   targets: Int[Array, 'B n']
   counts: Int[Array, 'B']
 
@@ -78,7 +81,7 @@ def score(
   mesh: Mesh,
   rules: rules_lib.Rules,
   rows: int,
-  bos: int,
+  start: Sequence[int],
 ) -> Iterator[tuple[int, Scored]]:
   """Scores continuations and yields scores by index, longest contexts first.
 
@@ -89,7 +92,7 @@ def score(
     mesh: mesh of the parameters.
     rules: logical axis rules.
     rows: batch size, divisible by the batch shards.
-    bos: decoder start token of an encoder-decoder.
+    start: BOS of an encoder-decoder's decoder, and the opening of targets.
 
   Raises:
     UserError: the model predicts no next tokens, or a side is empty.
@@ -112,7 +115,7 @@ def score(
     return -len(context), hash(tuple(context)), -len(continuation)
 
   def run(chosen: Sequence[int]) -> tuple[jax.Array, jax.Array]:
-    batch = _frame(model, [pairs[i] for i in chosen], rows, shards, bos)
+    batch = _frame(model, [pairs[i] for i in chosen], rows, shards, start)
     return _score(model, mesh, rules, params, batch)
 
   order = sorted(range(len(pairs)), key=sort_key)
@@ -121,11 +124,22 @@ def score(
 
 
 def _frame(
-  model: build.Model, pairs: Sequence[Pair], rows: int, shards: int, bos: int
+  model: build.Model,
+  pairs: Sequence[Pair],
+  rows: int,
+  shards: int,
+  start: Sequence[int],
 ) -> Batch:
+  bos, *opening = start
   targets, counts = lengths.pad([pair.continuation for pair in pairs], rows)
   fill = [0] * (rows - len(pairs))
-  framed = [model.architecture.scoring_input(*pair, bos) for pair in pairs]
+  framed = [
+    model.architecture.scoring_input(
+      x.context, [*opening, *x.continuation], bos
+    )
+    for x in pairs
+  ]
+  firsts = [max(row.prefix - 1, 0) + len(opening) for row in framed]
   # Without an encoder all rows share an empty context.
   numbers: dict[tuple[int, ...], int] = {}
   owners = [numbers.setdefault(row.source, len(numbers)) for row in framed]
@@ -137,6 +151,7 @@ def _frame(
     np.array(owners + fill, np.int32),
     lengths.pad([row.tokens for row in framed], rows)[0],
     np.array([row.prefix for row in framed] + fill, np.int32),
+    np.array(firsts + fill, np.int32),
     targets,
     counts,
   )
@@ -160,10 +175,8 @@ def _score(
     )
     # Copies encoder states to the rows of a context, which is read only once.
     inputs = [x[batch.contexts] for x in source]
-    # Position that predicts the first token: the context's last token, or BOS.
-    first = jnp.maximum(batch.prefix_counts - 1, 0)
     positions, segments = lengths.positions_and_mask(
-      batch.decoder, first + batch.counts
+      batch.decoder, batch.firsts + batch.counts
     )
     _, prefix = lengths.positions_and_mask(batch.decoder, batch.prefix_counts)
     hidden = model.decode(
@@ -172,7 +185,7 @@ def _score(
     width = batch.targets.shape[1]
     # Padded targets would exceed the row; `real` masks them.
     indices = jnp.minimum(
-      first[:, None] + jnp.arange(width), hidden.shape[1] - 1
+      batch.firsts[:, None] + jnp.arange(width), hidden.shape[1] - 1
     )
     hidden = jnp.take_along_axis(hidden, indices[:, :, None], axis=1)
     real = jnp.arange(width) < batch.counts[:, None]

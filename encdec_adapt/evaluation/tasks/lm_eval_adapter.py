@@ -11,6 +11,8 @@ BOS. Longer contexts keep their last tokens, up to the model's limit
 
 The adapter differs on purpose where that backend does not suit
 encoder-decoders:
+ - the opening of targets, such as the token that BART is forced to write first,
+   is read before a continuation, and not scored;
  - rolling likelihood: the encoder reads the tokens before the scored window, as
    in PrefixLM (theirs gives the encoder BOS alone), and every token but BOS is
    scored once;
@@ -81,6 +83,7 @@ class Adapter(lm_eval_model.TemplateLM):
     self.max_length = limit or engine.UNLIMITED
     positions = pretrained_files.stack_positions(loaded.stored)['decoder']
     self._positions = min(positions, engine.UNLIMITED)
+    self._opening = len(self._writer.ids.target_opening)
 
   # -- The interface of lm-eval ------------------------------------------------
 
@@ -150,13 +153,14 @@ class Adapter(lm_eval_model.TemplateLM):
       UserError: a continuation has more tokens than the decoder has positions.
     """
     for (_, text), _, continuation in requests:
-      if len(continuation) > self._positions:
+      count = self._opening + len(continuation)
+      if count > self._positions:
         stored = self._loaded.stored
         key = pretrained_files.positions_key(stored, 'decoder')
         raise errors.UserError(
-          f'the continuation {text!r:.60} has {len(continuation)} tokens, more'
-          f' than the {self._positions} positions of {stored.path} ({key});'
-          ' shorten the text of the task.'
+          f'the continuation {text!r:.60} has {count} tokens, more than the'
+          f' {self._positions} positions of {stored.path} ({key}); shorten the'
+          ' text of the task.'
         )
     pairs = [self._truncated(*ids) for _, *ids in requests]
     return [tuple(scored) for scored in self._score(pairs)]
@@ -164,16 +168,12 @@ class Adapter(lm_eval_model.TemplateLM):
   def _truncated(
     self, context: Sequence[int], continuation: Sequence[int]
   ) -> log_likelihoods.Pair:
-    """Truncates a context to its last tokens.
-
-    The continuation starts like targets, see `special_ids.SideIds`.
-    """
-    continuation = [*self._writer.ids.target_opening, *continuation]
+    """Truncates a context to its last tokens."""
     room = self.max_length
     if self.backend == 'causal':
       # The last token of the continuation is predicted, not read.
-      room += 1 - len(continuation)
-    return log_likelihoods.Pair(list(context)[-room:], continuation)
+      room += 1 - self._opening - len(continuation)
+    return log_likelihoods.Pair(list(context)[-room:], list(continuation))
 
   def _prompt(self, tokens: Sequence[int], generated: int) -> Sequence[int]:
     room = self.max_length - (generated if self.backend == 'causal' else 0)
@@ -192,7 +192,8 @@ class Adapter(lm_eval_model.TemplateLM):
     for number, request in enumerate(requests):
       (text,) = request.args
       tokens = self.tok_encode(text, add_special_tokens=False)
-      size = min(WINDOW, max(1, self.max_length // 2), self._positions)
+      size = min(WINDOW, max(1, (self.max_length - self._opening) // 2))
+      size = min(size, self._positions - self._opening)
       for start in range(0, len(tokens), size):
         context = tokens[max(0, start - size) : start]
         if self._reader is not self._writer:

@@ -88,9 +88,7 @@ class RetrievalEvaluation:
     examples, prompts = self._prompts(model.stored)
     writer = model.stored.require_vocabularies().decoder
     pairs = [
-      log_likelihoods.Pair(
-        prompt, [*writer.ids.target_opening, *writer.encode(choice)]
-      )
+      log_likelihoods.Pair(prompt, writer.encode(choice))
       for example, prompt in zip(examples, prompts, strict=True)
       for choice in example.choices
     ]

@@ -197,6 +197,33 @@ def test_likelihoods_are_of_the_model(models, tmp_path):
     assert greedy == want[i].greedy
 
 
+def _force(loaded, monkeypatch):
+  """Makes the decoder write token 7 first."""
+  opened = loaded.stored.require_vocabularies()
+  ids = dataclasses.replace(opened.decoder.ids, forced=7)
+  monkeypatch.setattr(opened.decoder, 'ids', ids)
+  monkeypatch.setattr(
+    type(loaded.stored), 'require_vocabularies', lambda _: opened
+  )
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_the_opening_of_targets_is_read_and_not_scored(
+  kind, models, monkeypatch
+):
+  loaded, context = models[kind], [2, 5, 6]
+  pairs = [log_likelihoods.Pair(context, x) for x in ([7, 8, 9], [7])]
+  total, opening = loaded.score_tokens(pairs)
+  read = ([[*context, 7]],) if kind == 'decoder_only' else ([[2, 7]], [context])
+  best = int(loaded.logits(*map(np.array, read))[0, -1].argmax())
+  _force(loaded, monkeypatch)
+  pairs = [log_likelihoods.Pair(context, x) for x in ([8, 9], [best])]
+  rest, greedy = loaded.score_tokens(pairs)
+  want = total.log_prob - opening.log_prob
+  assert rest.log_prob == pytest.approx(want, abs=1e-4)
+  assert greedy.greedy and not opening.greedy
+
+
 @pytest.mark.parametrize('kind', KINDS)
 def test_a_separator_joins_context_and_choice(kind, models):
   loaded = models[kind]
@@ -271,6 +298,21 @@ def test_continuations_have_at_most_the_positions_of_the_model(
   assert len(adapter.loglikelihood_rolling([rolling])) == 1
   with pytest.raises(errors.UserError, match="' a lazy dogs' has .* positions"):
     adapter.loglikelihood([too_long])
+  # The opening of targets takes a position.
+  _force(loaded, monkeypatch)
+  adapter = lm_eval_adapter.Adapter(loaded)
+  with pytest.raises(errors.UserError, match="' a lazy dog' has .* positions"):
+    adapter.loglikelihood([longest])
+  sizes = []
+
+  def score(pairs):
+    sizes.extend(len(x.continuation) for x in pairs)
+    return [log_likelihoods.Scored(0.0, False)] * len(pairs)
+
+  monkeypatch.setattr(adapter, '_score', score)
+  adapter.loglikelihood_rolling([rolling])
+  # A decoder-only model also reads the context.
+  assert max(sizes) == (limit - 1) // (1 if kind == 'encoder_decoder' else 2)
 
 
 def test_rolling_scores_every_token_once(models, monkeypatch):
