@@ -41,7 +41,8 @@ export also writes it into tokenizer_config.json):
 
 Targets begin with the ids before such inputs, or with `forced_bos_token_id` of
 the model's generation_config.json, or without this file of config.json, which
-is generated first (BART, mBART-50).
+is generated first (BART, mBART-50). It must be stated if inputs begin with
+another token than BOS: the language of inputs is not that of targets.
 
 A final EOS is ignored if there is a BOS and no start token is stated: the model
 may be a decoder. Inconsistent files are rejected.
@@ -180,11 +181,18 @@ class Vocabulary(abc.ABC):
         f' {START} of an encoder-decoder there.'
       )
     forced = self._stated_forced() if ends_with_eos else None
-    # Omitted if they say nothing more: older records stay valid.
-    written = () if forced is None else (forced,)
-    more = [ids for ids in (written, closing) if ids not in ((), opening)]
-    if (self.bos, opening) != (roles['bos'], ()) or more:
-      digest = digest_of(digest, self.bos, opening, *more)
+    if forced is None and not frames and {*opening} - {roles['bos']}:
+      names = ' '.join(self._names.get(i, str(i)) for i in opening)
+      raise errors.UserError(
+        f'the tokenizer {path} puts {names} before every text, the language of'
+        ' inputs, and its model is not forced to write a language; state the id'
+        f' of one as {FORCED} in {self.files[0].parent / GENERATION}.'
+      )
+    # Omitted if they say nothing new: older records stay valid.
+    first = () if forced is None else (forced,)
+    framings = [ids for ids in (first, closing) if ids not in ((), opening)]
+    if (self.bos, opening) != (roles['bos'], ()) or framings:
+      digest = digest_of(digest, self.bos, opening, *framings)
     self.stored_size = self.size = size
     # An export writes added tokens into the files, from where they are reread.
     self._original_size = _original_size(self._names, size)
@@ -324,14 +332,13 @@ class Vocabulary(abc.ABC):
     """Hash of all token names, equal if ids mean the same text.
 
     Unlike the fingerprint, it is independent of the file format, the roles of
-    special tokens and added ids, but depends on the framing.
+    special tokens and added ids, but depends on the framing of inputs.
     """
     # repr disambiguates names with newlines.
     names = '\n'.join(repr(self._piece(i)) for i in range(self._original_size))
     names += '\nends with EOS' if self.ids.ends_with_eos else ''
     names += f'\nopens with {self.ids.opening}' if self.ids.opening else ''
-    more = self.ids.target_opening, self.ids.closing
-    names += '' if more == (self.ids.opening, ()) else f'\n{more}'
+    names += f'\ncloses with {self.ids.closing}' if self.ids.closing else ''
     return hashlib.sha256(names.encode('utf-8', 'replace')).hexdigest()
 
   @functools.cached_property
