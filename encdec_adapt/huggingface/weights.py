@@ -163,7 +163,7 @@ class Layout:
     ignored: name prefixes of tensors unread by the class, or of towers.
     aliases: pattern of an alternative part of a name -> part used here.
     modules: prefix used here -> prefix of the module in memory, if different.
-    zeros: tensors of an output each, [1, V], that are 0.
+    zeros: names of tensors [1, V] that are 0, one value per output.
     copies: name of a second copy of a tensor, from some writers -> name used by
       its class.
     fused: suffix of a tensor -> the weights in it. Of experts, the form of

@@ -86,8 +86,8 @@ class RecordSpec:
       when records are made, and not compared.
     vocabulary: fingerprint of the decoder's vocabulary; '' likewise.
     encoder_vocabulary: fingerprint of the encoder's vocabulary; '' likewise.
-    opening: number of ids around inputs (`special_ids.SideIds.frame_size`) but
-      the first; 0 likewise.
+    opening: number of ids around inputs (`special_ids.SideIds.frame_size`)
+      minus 1; 0 likewise.
   """
 
   source: str
