@@ -19,6 +19,7 @@ def stop(*_):
   pathlib.Path(sys.argv[1], 'stopped').touch()
   sys.exit(75)
 signal.signal(signal.SIGTERM, stop)
+time.sleep(0.5)  # The parent, too, may need time to begin to wait.
 pathlib.Path(sys.argv[1], 'started').touch()
 time.sleep(60)
 """
