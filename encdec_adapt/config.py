@@ -322,8 +322,8 @@ def with_implied(
 
   Args:
     config: the configuration.
-    model: its model, with a head by loss and objective, and passages by the
-      objective.
+    model: its model; loss and objective have set its head, the objective its
+      passages.
   """
   config = config.copy_and_resolve_references()
   head = model_section.HeadSection.of(model.decoder.head)

@@ -67,14 +67,9 @@ def model_from_raw(
   kind = raw['model_type']
   raw = {**DEFAULTS, **raw}
   layer_norm_json.check_supported(raw, file, _SUPPORTED, 'activation_function')
-  name, written = TYPES[kind], f'{TYPES[kind]}ForConditionalGeneration'
   # The first files name the class without a head, which is the table.
-  supported, stated = (written, f'{name}Model'), raw.get('architectures')
-  if stated and (len(stated) != 1 or stated[0] not in supported):
-    raise errors.UserError(
-      f'{file} has architectures = {stated}; supported is one of'
-      f' {", ".join(supported)}.'
-    )
+  names = [f'{TYPES[kind]}{x}' for x in ('ForConditionalGeneration', 'Model')]
+  layer_norm_json.class_of(raw, file, names)
   fields = {ours: raw[theirs] for theirs, ours in _FIELDS.items()}
   positions = relative_bias.Positions(
     'learned', rows=raw['max_position_embeddings'] + _OFFSET, offset=_OFFSET

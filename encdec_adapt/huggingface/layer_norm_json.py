@@ -353,13 +353,7 @@ def model_from_raw(
   family = TYPES[raw['model_type']]
   raw = {**family.defaults, **raw}
   check_supported(raw, file, family.supported, family.activation)
-  stated = raw.get('architectures') or [family.tokens[0]]
-  if len(stated) != 1 or stated[0] not in family.layouts:
-    raise errors.UserError(
-      f'{file} has architectures = {stated}; supported is one of'
-      f' {", ".join(family.layouts)}.'
-    )
-  architecture = stated[0]
+  architecture = class_of(raw, file, list(family.layouts))
   needed, given = family.head_activation, raw[family.activation]
   transforms = architecture in family.tokens or (
     architecture == family.classifier and family.layer == 'transform'
@@ -433,6 +427,26 @@ def raw_from_model(
     UserError: no transformers class supports the model; names the reasons.
   """
   return class_choice.choose(config, TYPES, _raw, model_from_raw)
+
+
+def class_of(raw: Raw, file: str, supported: Sequence[str]) -> str:
+  """Returns the transformers class of a file, by default the first supported.
+
+  Args:
+    raw: parsed file.
+    file: name of the file.
+    supported: names of the classes.
+
+  Raises:
+    UserError: the file has another class, or several.
+  """
+  names = raw.get('architectures') or [supported[0]]
+  if len(names) != 1 or names[0] not in supported:
+    raise errors.UserError(
+      f'{file} has architectures = {names}; supported is one of'
+      f' {", ".join(supported)}.'
+    )
+  return names[0]
 
 
 def check_supported(

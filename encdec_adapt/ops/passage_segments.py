@@ -68,7 +68,7 @@ def split(
   """Returns the number and the positions of the passages of a row.
 
   Args:
-    passages: what begins or ends a passage.
+    passages: the passages of the stack, with the token at their edges.
     tokens: token ids.
     segments: number of the example of each token, from 1; 0 is padding.
 

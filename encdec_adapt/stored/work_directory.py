@@ -7,6 +7,7 @@ written atomically. The parameters are computed by the commands.
 from collections.abc import Mapping
 import dataclasses
 import functools
+import json
 import os
 import pathlib
 from typing import Any
@@ -19,9 +20,9 @@ from encdec_adapt.base import errors, keys
 from encdec_adapt.checkpoints import manager, step_folders, streaming
 from encdec_adapt.data import data_section
 from encdec_adapt.files import atomic, disk, lazy_array, paths
-from encdec_adapt.huggingface import new_folder
+from encdec_adapt.huggingface import new_folder, tensor_folder
 from encdec_adapt.models import adapters as adapters_lib
-from encdec_adapt.models import model_config, parameters
+from encdec_adapt.models import heads, model_config, parameters
 from encdec_adapt.objectives import objective_names
 from encdec_adapt.stored import (
   model_on_disk,
@@ -185,6 +186,8 @@ def _config(contents: Contents, opened: vocabulary_pair.Opened | None) -> Any:
     data.encoder_length = data.decoder_length = _LENGTH
   elif contents.model.architecture.is_encoder:
     data.objective = 'bert'
+    if isinstance(head, heads.Labels):
+      data.objective, data.source = _labels_objective(contents), ''
     data.encoder_length, data.decoder_length = _LENGTH, 0
   if contents.run:  # Keeps the prompt framing of its run.
     saved = config_lib.saved(str(contents.run))
@@ -213,6 +216,17 @@ def _config(contents: Contents, opened: vocabulary_pair.Opened | None) -> Any:
       data[names[side]] = copy if vocab.files else contents.choice.path(side)
     data.add_sentinels = contents.choice.added_sentinels
   return config
+
+
+def _labels_objective(contents: Contents) -> str:
+  """Returns `classify` with the labels of a classifier's folder."""
+  folder, names = contents.sources.get('decoder'), {}
+  if folder:
+    raw = atomic.read_json(folder / tensor_folder.CONFIG)
+    names = raw.get('id2label') or {}
+  count = contents.model.decoder.head.labels
+  labels = [names.get(str(i), f'LABEL_{i}') for i in range(count)]
+  return f'classify:labels={json.dumps("|".join(labels))}'
 
 
 def _open_vocabularies(contents: Contents) -> vocabulary_pair.Opened | None:

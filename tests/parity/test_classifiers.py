@@ -74,11 +74,15 @@ def test_an_export_has_the_names_of_the_labels(tmp_path):
   names = dict(enumerate('abc'))
   ids = {name: i for i, name in names.items()}
   save('bert', tmp_path / 'model', id2label=names, label2id=ids)
-  output = tmp_path / 'exported'
-  flags = f'--checkpoint={tmp_path / "model"}', f'--output={output}'
-  assert tiny.convert('export', *flags) == 0
-  settings = tiny_models.transformers.AutoConfig.from_pretrained(output)
-  assert (settings.id2label, settings.label2id) == (names, ids)
+  source, run = tmp_path / 'model', tmp_path / 'run'
+  flags = f'--source={source}', f'--output={run}', '--vocab_multiple=1'
+  assert tiny.convert('import', *flags) == 0
+  for i, checkpoint in enumerate((source, run)):
+    output = tmp_path / f'exported{i}'
+    flags = f'--checkpoint={checkpoint}', f'--output={output}'
+    assert tiny.convert('export', *flags) == 0
+    settings = tiny_models.transformers.AutoConfig.from_pretrained(output)
+    assert (settings.id2label, settings.label2id) == (names, ids)
 
 
 def test_a_classifier_that_is_tuned_again_keeps_the_form_of_its_head(tmp_path):
