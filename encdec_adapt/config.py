@@ -274,14 +274,13 @@ def _with_passages(
   """
   length = max(objective.rows.passages for objective in data.objectives)
   configured = model.prompt_reader.passages.length
-  if configured and not sources:
-    return model
   if configured and not length:
     raise errors.UserError(
       f'config.model.encoder.passages.length is {configured} and objective'
-      f' {data.objective!r} makes no passages; set it to 0.'
+      f' {data.objective!r} makes no passages; set the section passages to its'
+      ' defaults (length=0, token=0, ends=False).'
     )
-  if not length:
+  if not length or (configured and not sources):
     return model
   if model.encoder.role != 'bidirectional':
     raise errors.UserError(

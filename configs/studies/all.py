@@ -23,7 +23,6 @@ PAGES = (
   'objectives',
   'tuning',
   'lora',
-  'passages',
   'wang',
   'meap',
   'understanding',

@@ -183,6 +183,8 @@ def _config(contents: Contents, opened: vocabulary_pair.Opened | None) -> Any:
   data, head = config.data, contents.model.decoder.head
   if contents.model.architecture.encodes_prompt:
     data.objective = 'prefix_lm'
+    if length := contents.model.encoder.passages.length:
+      data.objective, data.source = f'passages:length={length}', ''
     data.encoder_length = data.decoder_length = _LENGTH
   elif contents.model.architecture.is_encoder:
     data.objective = 'bert'

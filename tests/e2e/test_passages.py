@@ -157,7 +157,9 @@ def test_prompts_of_another_kind_are_refused(loaded, source):
 
 def test_a_run_on_whole_inputs_names_the_passages(run, tmp_path):
   flags = f'--config=configs/sft.py:source={run}', f'--workdir={tmp_path}/on'
-  with pytest.raises(errors.UserError, match='makes no passages; set it to 0'):
+  with pytest.raises(
+    errors.UserError, match='makes no passages; set the section'
+  ):
     tiny.call(
       test_t5.train, *flags, *test_t5.JOB, '--config.data.source=pairs:x#q,a'
     )
@@ -198,3 +200,12 @@ def test_an_exported_class_reads_states_of_passages(loaded, run, tmp_path):
   ids = tokens[0, 1:].tolist()
   assert loaded.tokenizer.decode_generated(ids) == answer
   assert encdec_adapt.load(exported).config.encoder.passages.length == 0
+
+
+def test_the_layout_of_the_project_keeps_passages(loaded, run, tmp_path):
+  native = folders.export(run, tmp_path / 'native', '--layout=encdec_adapt')
+  again = encdec_adapt.load(folders.import_folder(native, tmp_path / 'again'))
+  assert again.config.encoder == loaded.config.encoder
+  assert again.generate([PROMPT], max_tokens=6) == loaded.generate(
+    [PROMPT], max_tokens=6
+  )
