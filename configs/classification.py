@@ -8,14 +8,16 @@ r"""Classification: a model on disk with a head for labels, all of it tuned.
 `source` is a work directory or a Hugging Face folder. Of an encoder-decoder the
 encoder is tuned, of a decoder-only model the decoder; the label is predicted
 from the state of the last token (Encoder-Decoder Gemma, arXiv:2504.06225,
-section 4). The last field of the source is the label, the others are texts.
-With `tag:labels=O|PER|LOC` the texts are one list of words and the label a list
-with one for each. Every save is evaluated, and the checkpoint with the lowest
-held-out loss is kept (`config.checkpoint.keep_best`); `config.train.patience`
-ends the job when the loss stops falling. `evaluate --records` gives accuracy
-and F1. With `books=GLOB` the task is which of these text files a passage is
-from (`configs/books.py`), without `--config.data` flags. A grid of learning
-rates, batches and dropout, of which `budget` runs are drawn, is
+section 4). With `pair=1` both stacks of an encoder-decoder read the text (BART,
+arXiv:1910.13461, section 3.1). The last field of the source is the label, the
+others are texts. With `tag:labels=O|PER|LOC` the texts are one list of words
+and the label a list with one for each. Every save is evaluated, and the
+checkpoint with the lowest held-out loss is kept
+(`config.checkpoint.keep_best`); `config.train.patience` ends the job when the
+loss stops falling. `evaluate --records` gives accuracy and F1. With
+`books=GLOB` the task is which of these text files a passage is from
+(`configs/books.py`), without `--config.data` flags. A grid of learning rates,
+batches and dropout, of which `budget` runs are drawn, is
 
     TASK='data=/data/train.jsonl,fields=question+passage+label,labels=no|yes'
     python -m encdec_adapt.study \
@@ -40,9 +42,9 @@ from encdec_adapt.lab import pages
 
 
 def get_config(arg=None):
-  """`source`: work directory or Hugging Face folder to start from; `books`."""
-  args = config_lib.parse_arg(arg, source='', books='')
-  config = pretrained.get_stack_config(args['source'])
+  """`source`: work directory or Hugging Face folder; `books`; `pair`."""
+  args = config_lib.parse_arg(arg, source='', books='', pair=0)
+  config = pretrained.get_stack_config(args['source'], bool(args['pair']))
   config.data.objective = 'classify:labels=no|yes'
   if args['books']:
     config.data.source = f'books:{option_strings.quote(args["books"])}'

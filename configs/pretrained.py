@@ -75,18 +75,21 @@ def get_config(arg=None, **values):
   return config
 
 
-def get_stack_config(source):
+def get_stack_config(source, pair=False):
   """The config of a task for the stack that reads prompts, without the other.
 
   Args:
     source: model; of a pair its encoder is trained, with its vocabulary.
+    pair: whether of a pair both stacks are trained.
   """
   config = get_config(source=source)
   opened = open_model(source)
-  head, choice = opened.model.decoder.head, opened.vocabularies
-  if not isinstance(head, (heads.Embedding, heads.Labels)):
-    head = heads.Tokens()
-  model = model_config.prompt_model(opened.model, head)
+  model, choice = opened.model, opened.vocabularies
+  if not pair:
+    head = model.prompt_reader.head
+    if not isinstance(head, (heads.Embedding, heads.Labels)):
+      head = heads.Tokens()
+    model = model_config.prompt_model(model, head)
   config_lib.set_model(config.model, model)
   # Of a classifier the form of its head stays; another task has other labels.
   config.model.head.labels = 0

@@ -313,6 +313,14 @@ def test_any_model_is_said_by_a_configuration(merged):
     (['model.decoder.positions.buckets=8'], "buckets is 8, .* is 'rotary'"),
     (['model.decoder.kv_heads=3'], 'model.decoder: heads .4.'),
     (['model.kind=encoder_decoder'], 'feeds models of kind decoder_only'),
+    (
+      [
+        *('model.kind=encoder_decoder', 'data.objective=tag:labels=a|b'),
+        *('data.encoder_length=64', 'data.decoder_length=0'),
+        'data.source=labels:a#b,c',
+      ],
+      "pooled is ''; a pair classifies whole texts",
+    ),
     (['init.encoder=a'], "init.encoder is 'a'"),
     (['init.cross_attention=fresh'], "'fresh', .*mode is 'random'; .*'auto'"),
     (['init.mode=checkpoint'], 'init.encoder is empty'),

@@ -17,7 +17,7 @@ from encdec_adapt.files import atomic
 from encdec_adapt.generation import model_in_memory
 from encdec_adapt.huggingface import config_json, tensor_folder, torch_export
 from encdec_adapt.inference import engine as engine_lib
-from encdec_adapt.models import layer_leaves
+from encdec_adapt.models import heads, layer_leaves
 from encdec_adapt.stored import model_on_disk
 from encdec_adapt.tokenizers import tokenizer_writer
 
@@ -154,6 +154,10 @@ def verify(
     name: rng.integers(min(_FIRST_DRAWN, size - 1), size, (rows, length), 'i4')
     for name, size in sizes.items()
   }
+  if isinstance(model_a.model.decoder.head, heads.Labels) and len(tokens) > 1:
+    # BART's classifier reads labels at the EOS of the encoder's tokens.
+    vocabularies = model_a.require_vocabularies()
+    tokens['encoder'][:, -1] = vocabularies.decoder.ids.eos
   # In sequence, so that memory holds a single model (two copies of the second
   # while `transformers` continues a text). The second comes first, as
   # `transformers` may refuse it.

@@ -9,7 +9,7 @@ from typing import Any
 
 from encdec_adapt.base import errors
 from encdec_adapt.huggingface import class_choice, layer_norm_json, weights
-from encdec_adapt.models import model_config
+from encdec_adapt.models import heads, model_config
 from encdec_adapt.ops import relative_bias
 
 # `model_type` -> prefix of the names of its classes.
@@ -49,6 +49,8 @@ _FIELDS = {
   'd_model': 'width',
   'scale_embedding': 'scale_embeddings',
 }
+# mBART's reads labels at EOS, which a language may follow.
+_CLASSIFIER = 'BartForSequenceClassification'
 _OFFSET = 2  # Vectors before that of position 0.
 
 
@@ -69,7 +71,12 @@ def model_from_raw(
   layer_norm_json.check_supported(raw, file, _SUPPORTED, 'activation_function')
   # The first files name the class without a head, which is the table.
   names = [f'{TYPES[kind]}{x}' for x in ('ForConditionalGeneration', 'Model')]
-  layer_norm_json.class_of(raw, file, names)
+  names += [_CLASSIFIER] * (kind == 'bart')
+  head: heads.Head = heads.Tokens()
+  is_classifier = layer_norm_json.class_of(raw, file, names) == _CLASSIFIER
+  if is_classifier:
+    labels = layer_norm_json.count_labels(raw, file, default=3)
+    head = heads.Labels(labels, 'last', 'pooler')
   fields = {ours: raw[theirs] for theirs, ours in _FIELDS.items()}
   positions = relative_bias.Positions(
     'learned', rows=raw['max_position_embeddings'] + _OFFSET, offset=_OFFSET
@@ -90,7 +97,8 @@ def model_from_raw(
     except errors.UserError as error:
       raise errors.UserError(f'{file}: {error}') from error
   model = model_config.encoder_decoder(**stacks, shared_table=True)
-  return model, weights.PAIR_BART
+  layout = weights.BART_CLASSIFIER if is_classifier else weights.PAIR_BART
+  return model_config.with_head(model, head), layout
 
 
 def raw_from_model(
@@ -109,9 +117,14 @@ def raw_from_model(
 
 def _raw(config: model_config.ModelConfig, kind: str) -> dict[str, Any]:
   stack = config.decoder
+  architecture, labels = f'{TYPES[kind]}ForConditionalGeneration', {}
+  if isinstance(stack.head, heads.Labels) and kind == 'bart':
+    architecture = _CLASSIFIER
+    labels = layer_norm_json.unnamed_labels(stack.head)
   return {
     'model_type': kind,
-    'architectures': [f'{TYPES[kind]}ForConditionalGeneration'],
+    'architectures': [architecture],
+    **labels,
     **_SUPPORTED,
     **{theirs: getattr(stack, ours) for theirs, ours in _FIELDS.items()},
     **{

@@ -396,23 +396,36 @@ def model_from_raw(
 
 def _labels(raw: Raw, family: Family, file: str) -> heads.Labels:
   """Returns the head of a classifier."""
-  count = len(raw.get('id2label') or ()) or raw.get('num_labels', 2)
-  kind = raw.get('problem_type') or 'single_label_classification'
   pooling = 'cls'  # BERT and RoBERTa have no choice.
   if family.layer == 'transform':
     pooling = raw.get('classifier_pooling', pooling)
-  if (
-    kind != 'single_label_classification'
-    or count < 2
-    or pooling not in _POOLINGS
-  ):
+  if pooling not in _POOLINGS:
     raise errors.UserError(
-      f'{file} has problem_type = {kind!r}, {count} labels and'
-      f' classifier_pooling = {pooling!r}; supported are'
-      ' single_label_classification, 2 labels or more, and'
-      f' {" or ".join(_POOLINGS)}.'
+      f'{file} has classifier_pooling = {pooling!r}; supported are'
+      f' {" and ".join(_POOLINGS)}.'
     )
-  return heads.Labels(count, _POOLINGS[pooling], family.layer)
+  return heads.Labels(count_labels(raw, file), _POOLINGS[pooling], family.layer)
+
+
+def count_labels(raw: Raw, file: str, default: int = 2) -> int:
+  """Returns the number of labels of a classifier.
+
+  Args:
+    raw: parsed file.
+    file: name of the file.
+    default: the number of its class.
+
+  Raises:
+    UserError: it has one label, or is no classifier with one label per text.
+  """
+  count = len(raw.get('id2label') or ()) or raw.get('num_labels', default)
+  kind = raw.get('problem_type') or 'single_label_classification'
+  if kind != 'single_label_classification' or count < 2:
+    raise errors.UserError(
+      f'{file} has problem_type = {kind!r} and {count} labels; supported are'
+      ' single_label_classification and 2 labels or more.'
+    )
+  return count
 
 
 def raw_from_model(
@@ -489,6 +502,11 @@ def activation_name(stack: model_config.StackConfig) -> str:
   return {**names, 'gelu_tanh': 'gelu_new'}[stack.activation]
 
 
+def unnamed_labels(head: heads.Labels) -> dict[str, Any]:
+  """Returns the fields of config.json for labels without names."""
+  return label_names([f'LABEL_{i}' for i in range(head.labels)])
+
+
 def label_names(names: Sequence[str]) -> dict[str, Any]:
   """Returns the fields of config.json for the labels of a classifier."""
   return {
@@ -506,7 +524,7 @@ def _raw(config: model_config.ModelConfig, kind: str) -> dict[str, Any]:
     labels = label_names(['LABEL_0'])
   elif isinstance(head, heads.Labels) and family.classifier:
     architecture = family.classifier
-    labels = label_names([f'LABEL_{i}' for i in range(head.labels)])
+    labels = unnamed_labels(head)
     if family.layer == 'transform':
       poolings = {ours: theirs for theirs, ours in _POOLINGS.items()}
       labels['classifier_pooling'] = poolings.get(head.pooled, 'cls')

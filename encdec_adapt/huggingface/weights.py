@@ -596,6 +596,16 @@ PAIR_BART = Layout(
     f'{x}embed_tokens.weight': 'model.shared.weight' for x in _PAIR.values()
   },
 )
+BART_CLASSIFIER = dataclasses.replace(
+  PAIR_BART,
+  score='classification_head.out_proj.weight',
+  leaves={
+    **PAIR_BART.leaves,
+    **{f'pooler/dense{s}': f'classification_head.dense.{t}' for s, t in _ENDS},
+    'head/logits_bias': 'classification_head.out_proj.bias',
+  },
+  zeros=(),
+)
 NATIVE = Layout(layer={}, stacks={}, embedder={}, head='', native=True)
 
 

@@ -12,6 +12,7 @@ fields of one side of a batch (`objectives.framing`): `{side}_tokens`,
 | causal decoder  | decoder | teacher                  | decoder        |
 | prefix decoder  | decoder | teacher                  | decoder        |
 | encoder         | decoder | encoder                  |                |
+| pair classifier | both    | encoder                  |                |
 
 The teacher's row holds the inputs of a pair, then its targets. A single stack
 with a head over whole texts (`heads`) reads the encoder side (`reader`),
@@ -384,6 +385,36 @@ class EncoderDecoder(Architecture):
     return {'cross': cross, 'encoder_segments': segments}, tokens
 
 
+@dataclasses.dataclass(frozen=True)
+class PairClassifier(EncoderDecoder):
+  """A pair whose stacks both read a whole text, to classify it.
+
+  The decoder reads the text shifted right by one, after its last token, which
+  is the EOS of vocabularies that end inputs with one (BART: transformers 5.24,
+  `BartForSequenceClassification`).
+  """
+
+  generates: bool = False
+  rows: tuple[str, ...] = ('labels',)
+  sides_of_pairs: ClassVar[Mapping[str, str]] = {
+    'encoder': 'encoder',
+    'decoder': 'encoder',
+  }
+  sides_of_texts: ClassVar[Mapping[str, str]] = sides_of_pairs
+
+  def positions(self, prompt: int, generated: int) -> dict[str, int]:
+    """Returns the positions of the text, for both stacks."""
+    return {'encoder': prompt, 'decoder': prompt}
+
+  def _read(
+    self, model: Any, params: Params, batch: Batch, **options: Any
+  ) -> Float[Array, 'B L D']:
+    names = 'tokens', 'segments', 'positions'
+    text = [batch[f'encoder_{x}'] for x in names]
+    fields = {'encoder': text, 'decoder': (model.rotate(*text), *text[1:])}
+    return self.states(model, params, fields, **options)
+
+
 # The only kind whose states at the inputs do not see the tokens to predict.
 CAUSAL_DECODER = Architecture(
   'decoder_only',
@@ -394,6 +425,7 @@ CAUSAL_DECODER = Architecture(
 PREFIX_DECODER = PrefixDecoder()
 ENCODER = Encoder()
 ENCODER_DECODER = EncoderDecoder()
+PAIR_CLASSIFIER = PairClassifier()
 _SINGLE_STACK = (CAUSAL_DECODER, PREFIX_DECODER, ENCODER)
 BY_NAME = {kind.name: kind for kind in (*_SINGLE_STACK, ENCODER_DECODER)}
 GENERATING = tuple(kind for kind in BY_NAME.values() if kind.generates)

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
 from encdec_adapt.models import heads
 
@@ -45,9 +45,9 @@ def pool(
 
 
 def pool_in_place(
-  states: Float[Array, 'B L D'], segments: Int[Array, 'B L'], pooling: str
-) -> Float[Array, 'B L D']:
-  """Replaces each state with the pooled state of its text.
+  states: Num[Array, 'B L D'], segments: Int[Array, 'B L'], pooling: str
+) -> Num[Array, 'B L D']:
+  """Replaces each state (or token) with the pooled one of its text.
 
   Unlike `pool`, it makes no arrays of texts by tokens: a row may have as many
   texts as tokens.

@@ -8,11 +8,13 @@ import functools
 from typing import Any
 
 import jax
+from jax import numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from encdec_adapt.models import (
   attention_layer,
   base_model,
+  embedding_head,
   layers_index,
   model_config,
 )
@@ -58,6 +60,16 @@ class EncoderDecoder(base_model.BaseModel):
     return self.run_stack(
       params, 'encoder', tokens, segments, positions, **options
     )[0]
+
+  def rotate(
+    self,
+    tokens: Int[Array, 'B L'],
+    segments: Int[Array, 'B L'],
+    positions: Int[Array, 'B L'],
+  ) -> Int[Array, 'B L']:
+    """Returns each text shifted right by one, its last token first."""
+    last = embedding_head.pool_in_place(tokens[..., None], segments, 'last')
+    return jnp.where(positions == 0, last[..., 0], jnp.roll(tokens, 1, axis=1))
 
   def prefill_cross(
     self, params: Params, encoded: Float[Array, 'B S E']

@@ -10,7 +10,7 @@
 A head is a field of the decoder's stack; it defines its parameters, outputs and
 architecture. The encoder of a pair has the base class `Head`, without
 parameters and outputs. A single stack over whole texts reads them as an
-encoder, whatever its attention.
+encoder, whatever its attention; both stacks of a pair read texts to classify.
 
 Data only: `layers` declares the parameters, `embedding_head` computes vectors.
 """
@@ -126,16 +126,20 @@ class Labels(Head):
   Attributes:
     labels: number of labels.
     pooled: states that the labels of a text are read from, one of `POOLINGS`;
-      '' for that of each labelled token.
+      '' for that of each labelled token. A pair has 'last'.
     layer: module between the states and the table, which has a bias then:
-      'pooler', a layer and tanh (BERT, RoBERTa), or 'transform', that of a
-      masked LM (ModernBERT); '' for none.
+      'pooler', a layer and tanh (BERT, BART), or 'transform', that of a masked
+      LM (ModernBERT); '' for none.
   """
 
   kind: str = dataclasses.field(default='labels', init=False)
   module: ClassVar[str] = 'head'
   fresh: ClassVar[tuple[str, ...]] = ('head',)
-  models: ClassVar[tuple[str, ...]] = ('decoder_only', 'encoder_only')
+  models: ClassVar[tuple[str, ...]] = (
+    'decoder_only',
+    'encoder_only',
+    'encoder_decoder',
+  )
 
   labels: int = 2
   pooled: str = ''
@@ -156,10 +160,16 @@ class Labels(Head):
     """Returns the number of labels."""
     return self.labels
 
+  def replaces(self, source: Head) -> Head:
+    """Returns this head, which a pair also gets."""
+    return self
+
   def architecture(
     self, stack: architectures.Architecture
   ) -> architectures.Architecture:
-    """Returns the architecture of an encoder of labelled texts."""
+    """Returns the architecture of a reader of labelled texts."""
+    if stack.encodes_prompt:
+      return architectures.PAIR_CLASSIFIER
     return architectures.reader(stack, 'labels')
 
 

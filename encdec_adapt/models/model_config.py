@@ -570,6 +570,12 @@ class EncoderDecoderConfig:
 
   def __post_init__(self):
     _require_no_passages('decoder', self.decoder)
+    pooled = getattr(self.decoder.head, 'pooled', 'last')
+    if pooled != 'last':
+      raise errors.UserError(
+        f"head.pooled is {pooled!r}; a pair classifies whole texts, by 'last'."
+        ' Set it, or label words with one of its stacks.'
+      )
     if self.encoder.role != 'bidirectional':
       _require_no_passages('causal encoder', self.encoder)
     # A pattern longer than the stack may have a kind without layers.
@@ -759,14 +765,17 @@ def reward_model(config: ModelConfig) -> ModelConfig:
 def classifier(config: ModelConfig, labels: int) -> ModelConfig:
   """Returns the model with a head for the labels of texts.
 
-  A head for labels keeps its form, and encoders that were trained as such have
-  that of their classes; others read the state of the labelled token.
+  A head for labels keeps its form. Encoders that were trained as such have that
+  of their classes, and pairs that of BART; others read the state of the
+  labelled token.
   """
   head, stack = config.decoder.head, config.decoder
   if not isinstance(head, heads_lib.Labels):
     head = heads_lib.Labels(labels)
-    # BERT and RoBERTa have types of tokens; only ModernBERT lacks the norm.
-    if stack.token_types or not stack.first_norm:
+    if config.architecture.encodes_prompt:
+      head = heads_lib.Labels(labels, 'last', 'pooler')
+    elif stack.token_types or not stack.first_norm:
+      # BERT and RoBERTa have types; only ModernBERT lacks the norm.
       layer = 'pooler' if stack.token_types else 'transform'
       head = heads_lib.Labels(labels, 'first', layer)
   return with_head(config, dataclasses.replace(head, labels=labels))

@@ -188,9 +188,10 @@ def _config(contents: Contents, opened: vocabulary_pair.Opened | None) -> Any:
     data.encoder_length = data.decoder_length = _LENGTH
   elif contents.model.architecture.is_encoder:
     data.objective = 'bert'
-    if isinstance(head, heads.Labels):
-      data.objective, data.source = _labels_objective(contents), ''
     data.encoder_length, data.decoder_length = _LENGTH, 0
+  if isinstance(head, heads.Labels):
+    data.objective, data.source = _labels_objective(contents), ''
+    data.decoder_length = 0
   if contents.run:  # Keeps the prompt framing of its run.
     saved = config_lib.saved(str(contents.run))
     data.update(saved.data)

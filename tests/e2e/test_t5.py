@@ -121,9 +121,8 @@ def test_from_pretraining_to_transformers(pairs, tmp_path):
   assert tokenizer.convert_tokens_to_ids('zorp') == sizes['vocab_size']
 
 
-@pytest.mark.parametrize('kind', ['flan', 'codet5', 'bart'])
-def test_a_folder_of_transformers_is_tuned_on_a_mesh(kind, pairs, tmp_path):
-  folder = tmp_path / kind
+def save_folder(kind, folder):
+  """Saves a tiny model of transformers with a tokenizer; returns the latter."""
   save = tiny_models.save_t5_tokenizer
   (save if kind == 'flan' else t5_files.train_code_t5)(folder)
   tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -144,6 +143,13 @@ def test_a_folder_of_transformers_is_tuned_on_a_mesh(kind, pairs, tmp_path):
       setattr(settings, name, fields[name])
   theirs = tiny_models.make(case, settings=settings)
   theirs.save_pretrained(folder)
+  return tokenizer
+
+
+@pytest.mark.parametrize('kind', ['flan', 'codet5', 'bart'])
+def test_a_folder_of_transformers_is_tuned_on_a_mesh(kind, pairs, tmp_path):
+  folder = tmp_path / kind
+  tokenizer = save_folder(kind, folder)
   tuned = job(
     f'sft.py:source={folder}', (32, 16), tmp_path / 'run', pairs, *MESH
   )

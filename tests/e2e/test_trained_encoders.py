@@ -108,16 +108,27 @@ def test_masked_tokens_are_learnt_and_exported(tmp_path):
   np.testing.assert_allclose(got, expected, rtol=0, atol=2e-4)
 
 
-def test_a_classifier_is_tuned_and_exported(tmp_path):
-  folder, file = save('bert', tmp_path / 'bert'), tmp_path / 'rows.jsonl'
+@pytest.mark.parametrize('name', ['bert', 'bart'])
+def test_a_classifier_is_tuned_and_exported(name, tmp_path):
+  folder, file = tmp_path / name, tmp_path / 'rows.jsonl'
+  (save if name == 'bert' else test_t5.save_folder)(name, folder)
   rows = [{'a': f'fox {i}', 'label': ('no', 'yes')[i % 2]} for i in range(60)]
   file.write_text('\n'.join(map(json.dumps, rows)))
   source = f'--config.data.source=labels:{file}#a,label'
-  config = f'classification.py:source={folder}'
-  run = test_t5.job(config, (32, 0), tmp_path / 'run', source)
-  theirs = tiny_models.load(folders.export(run, tmp_path / 'exported'))
-  assert type(theirs).__name__ == 'BertForSequenceClassification'
+  pair = name == 'bart'
+  config = f'classification.py:source={folder},pair={int(pair)}'
+  run = test_t5.job(config, (32, 0), tmp_path / 'run', source, *test_t5.MESH)
+  exported = folders.export(run, tmp_path / 'exported')
+  theirs = tiny_models.load(exported)
+  architecture = f'{name.title()}ForSequenceClassification'
+  assert type(theirs).__name__ == architecture
   assert theirs.config.id2label == {0: 'no', 1: 'yes'}
+  flags = f'--source={exported}', f'--output={tmp_path / "again"}'
+  assert tiny.convert('import', *flags, '--vocab_multiple=1') == 0
+  if pair:
+    flags = '--with=transformers', '--length=24'
+    assert tiny.convert('verify', run, exported, *flags) == 0
+    return
   tokens = np.random.default_rng(0).integers(5, 60, (2, 12), np.int32)
   with tiny_models.torch.no_grad():
     expected = theirs(input_ids=tiny_models.torch.tensor(tokens).long()).logits

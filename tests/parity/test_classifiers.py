@@ -1,7 +1,10 @@
 """Classifiers of texts whose encoders were trained as encoders."""
 
 import dataclasses
+import re
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -23,7 +26,11 @@ def save(name, folder, **fields):
   settings.num_labels = 3
   for field, value in fields.items():
     setattr(settings, field, value)
-  architecture = case.architecture.replace('MaskedLM', 'SequenceClassification')
+  architecture = re.sub(
+    'MaskedLM|ConditionalGeneration',
+    'SequenceClassification',
+    case.architecture,
+  )
   case = dataclasses.replace(case, architecture=architecture)
   model = tiny_models.make(case, settings=settings)
   model.save_pretrained(folder)
@@ -70,6 +77,52 @@ def test_logits_and_the_round_trip(name, fields, saved, tmp_path):
   np.testing.assert_array_equal(*(dict(x)[0] for x in vectors))
 
 
+def test_a_pair_reads_each_text_with_both_stacks(saved, tmp_path):
+  """BART's classifier: logits, gradients, packed texts, the round trip."""
+  theirs = save('bart', tmp_path / 'model')
+  ours = encdec_adapt.load(tmp_path / 'model')
+  assert model_config.classifier(saved('bart')[2].config, 3) == ours.config
+  tokens = np.random.default_rng(0).integers(5, 60, (2, 9), np.int32)
+  eos = theirs.config.eos_token_id
+  tokens[:, -1] = eos
+  inputs = tiny_models.torch.tensor(tokens).long()
+  labels = tiny_models.torch.tensor([1, 2])
+  expected = theirs(input_ids=inputs, labels=labels)
+  # Both texts in a row, between padding.
+  gap = np.zeros(3, np.int32)
+  batch = {
+    'encoder_tokens': np.concatenate([*tokens, gap])[None],
+    'encoder_segments': np.repeat([1, 2, 0], (9, 9, 3))[None],
+    'encoder_positions': np.concatenate([*[np.arange(9)] * 2, gap])[None],
+  }
+  batch = {name: jnp.int32(x) for name, x in batch.items()}
+
+  def loss(params):
+    states = ours.config.architecture.predict(ours.model, params, batch)
+    logits = ours.model.logits(params, states)[0, :18].reshape(2, 9, 3)
+    picked = jax.nn.log_softmax(logits[:, 4])[jnp.arange(2), labels.numpy()]
+    return -picked.mean(), logits
+
+  gradients, logits = jax.grad(loss, has_aux=True)(ours.params)
+  answers = expected.logits.detach().numpy()
+  assert np.ptp(answers, axis=1).min() > 0.1
+  # Every token has the logits of its text.
+  answers = np.repeat(answers[:, None], 9, axis=1)
+  atol = tiny_models.TOLERANCE
+  np.testing.assert_allclose(logits, answers, rtol=0, atol=atol)
+  expected.loss.backward()
+  head, decoder = theirs.classification_head, gradients['decoder']
+  for gradient, weight in (
+    (decoder['head']['table'], head.out_proj.weight),
+    (decoder['pooler']['dense'].T, head.dense.weight),
+    (decoder['embedder']['table'], theirs.model.shared.weight),
+  ):
+    wanted = weight.grad.numpy()
+    got = gradient[: len(wanted)]
+    np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-4)
+  test_folders.assert_comes_back(tmp_path / 'model', tmp_path / 'again')
+
+
 def test_an_export_has_the_names_of_the_labels(tmp_path):
   names = dict(enumerate('abc'))
   ids = {name: i for i, name in names.items()}
@@ -110,6 +163,7 @@ def test_a_classifier_that_is_tuned_again_keeps_the_form_of_its_head(tmp_path):
     ('bert', {'problem_type': 'regression'}, "problem_type = 'regression'"),
     ('roberta', {'id2label': {'0': 'a'}}, '1 labels'),
     ('modernbert', {'classifier_pooling': 'max'}, "pooling = 'max'"),
+    ('bart', {'problem_type': 'regression'}, "problem_type = 'regression'"),
   ],
 )
 def test_other_classifiers_are_refused(name, fields, message, tmp_path):

@@ -484,7 +484,7 @@ def make(case: Case, seed: int = 0, settings: Any = None):
   model = getattr(transformers, case.architecture)(settings)
   if case.own_head:
     model.lm_head.weight = torch.nn.Parameter(model.shared.weight.clone())
-  if settings.model_type == 'bart':
+  if settings.model_type == 'bart' and model.can_generate():
     model.generation_config.forced_bos_token_id = settings.bos_token_id
   generator = torch.Generator().manual_seed(seed)
   with torch.no_grad():

@@ -42,8 +42,11 @@ CLASSIFIERS = MODELS | {
   kind: model_config.DecoderOnlyConfig(
     dataclasses.replace(STACK, role=ROLES[kind], head=heads.Labels(2))
   )
-  for kind in heads.Labels.models
+  for kind in ('decoder_only', 'encoder_only')
 }
+CLASSIFIERS['encoder_decoder'] = model_config.classifier(
+  MODELS['encoder_decoder'], 2
+)
 EMBEDDERS = MODELS | {
   kind: model_config.DecoderOnlyConfig(
     dataclasses.replace(STACK, role=ROLES[kind], head=heads.Embedding())
@@ -158,6 +161,8 @@ def test_the_table_says_what_feeds_which_model(request):
     models = MODELS
     if name in ('classify', 'tag'):
       text, models = f'{name}:labels=a|b', CLASSIFIERS
+    if name == 'tag':  # A pair classifies whole texts.
+      models = CLASSIFIERS | {'encoder_decoder': MODELS['encoder_decoder']}
     models = EMBEDDERS if name == 'embed' else models
     for kind, cell in zip(kinds, cells, strict=True):
       if cell:
