@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 import types
 
 import pytest
@@ -338,3 +339,15 @@ def get_study(arg=None):
   assert "imported: finished (python: '3.1.4' before, " in run('--list')
   assert ran not in run()
   assert ran in run('--fresh') and ran not in run('--fresh')
+
+
+def test_the_example_of_the_page_is_a_study(tmp_path, monkeypatch, capsys):
+  page = (tiny.ROOT / 'configs' / 'studies' / 'README.md').read_text()
+  (tmp_path / 'mine.py').write_text(
+    re.search('```python\n(.*?)```', page, re.S)[1]
+  )
+  monkeypatch.chdir(tmp_path)
+  assert tiny.call(study, '--study=mine.py:size=smoke', '--list') == 0
+  listed = capsys.readouterr().out
+  assert 'dropout: not started' in listed
+  assert 'text_dropout: not started' in listed

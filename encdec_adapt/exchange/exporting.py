@@ -162,11 +162,7 @@ def _label_names(stored: model_on_disk.StoredModel) -> dict[str, Any]:
   """Returns the fields of config.json for the labels of a classifier."""
   if not isinstance(stored.model.decoder.head, heads.Labels):
     return {}
-  if stored.objectives:
-    labels = stored.objectives[0].options['labels']
-    return layer_norm_json.label_names([*labels])
-  raw = atomic.read_json(stored.path / tensor_folder.CONFIG)
-  return {x: raw[x] for x in ('id2label', 'label2id') if raw.get(x)}
+  return layer_norm_json.label_names(stored.labels)
 
 
 def _embedding_files(

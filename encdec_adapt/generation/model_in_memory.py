@@ -29,6 +29,7 @@ from encdec_adapt.models import (
   model_config,
   parameters,
 )
+from encdec_adapt.objectives import labelled
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules as rules_lib
 from encdec_adapt.stored import model_on_disk, pretrained_files
@@ -169,6 +170,37 @@ class LoadedModel:
     chosen = _options(options, _READING)
     _, encoded = self._encode(texts, chosen, 0)
     return self._vectors(encoded, pooling, chosen.batch_size)
+
+  def classify(self, texts: Sequence[str], **options: Any) -> list[str]:
+    """Returns the label of each text, by a classifier of texts.
+
+    Args:
+      texts: the texts.
+      **options: see `score`.
+
+    Raises:
+      UserError: the model is no such classifier, or a text is empty or too
+        long.
+    """
+    names, objectives = self.stored.labels, self.stored.objectives
+    if any(issubclass(x.maker, labelled.Tag) for x in objectives):
+      raise errors.UserError(
+        f'{self.stored.path} labels words; read its `logits` at the first'
+        ' token of each.'
+      )
+    chosen = _options(options, _READING)
+    encoder, encoded = self._encode(texts, chosen, 0)
+    _, tail = encoder.reader.ids.edges(self.stored.framing_side)
+    numbers = pooling_lib.classify(
+      self.model,
+      self.params,
+      encoded,
+      mesh=self.placement.mesh,
+      rules=self.rules,
+      tail=len(tail),
+      rows=self.rows(min(chosen.batch_size, max(len(texts), 1))),
+    )
+    return [names[i] for i in row_batches.in_order(numbers)]
 
   def embedding_model(self) -> 'LoadedModel':
     """Returns this model as an embedding model without a learned temperature.

@@ -232,7 +232,10 @@ def _claims(study: pages.Study, states: stage_states.States) -> list[str]:
   for claim in study.claims:
     level = claim_results.level(claim, study)
     count = study.planned_seeds(claim)
-    text = f'no entry of {claim.metric} in variances.json: no planned power'
+    text = (
+      f'no planned power: no other page has variances of {claim.metric} in'
+      ' variances.json (--variances adds those of a finished one)'
+    )
     if count < 2:
       text = f'{count} seed: no interval over seeds, no verdict'
     elif power := claim_results.power(claim, study, architectures):

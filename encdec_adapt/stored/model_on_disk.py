@@ -173,6 +173,23 @@ class StoredModel:
     return opened
 
   @property
+  def labels(self) -> tuple[str, ...]:
+    """Names of a classifier's labels, in the order of its outputs.
+
+    Raises:
+      UserError: the model is no classifier.
+    """
+    head = self.model.decoder.head
+    if not isinstance(head, heads.Labels):
+      raise errors.UserError(
+        f'{self.path} is no classifier, its head is of kind {head.kind}; make'
+        ' one with configs/classification.py.'
+      )
+    if self.objectives:
+      return self.objectives[0].options['labels']
+    return labels_in(self.path, head.labels)
+
+  @property
   def prompt_side(self) -> str:
     """The stack that reads prompts, 'encoder' or 'decoder'."""
     return self.model.architecture.prompt_stack
@@ -331,6 +348,13 @@ def embedding_model(
     UserError: a head is given for an embedding model.
   """
   return _view(stored, model_config.embedding_model(stored.model, head))
+
+
+def labels_in(folder: paths_lib.Path | None, count: int) -> tuple[str, ...]:
+  """Returns the names of `count` labels in the config.json of a folder."""
+  raw = atomic.read_json(folder / tensor_folder.CONFIG) if folder else {}
+  names = raw.get('id2label') or {}
+  return tuple(names.get(str(i), f'LABEL_{i}') for i in range(count))
 
 
 def view_for(

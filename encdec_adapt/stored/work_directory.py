@@ -20,7 +20,7 @@ from encdec_adapt.base import errors, keys
 from encdec_adapt.checkpoints import manager, step_folders, streaming
 from encdec_adapt.data import data_section
 from encdec_adapt.files import atomic, disk, lazy_array, paths
-from encdec_adapt.huggingface import new_folder, tensor_folder
+from encdec_adapt.huggingface import new_folder
 from encdec_adapt.models import adapters as adapters_lib
 from encdec_adapt.models import heads, model_config, parameters
 from encdec_adapt.objectives import objective_names
@@ -223,12 +223,8 @@ def _config(contents: Contents, opened: vocabulary_pair.Opened | None) -> Any:
 
 def _labels_objective(contents: Contents) -> str:
   """Returns `classify` with the labels of a classifier's folder."""
-  folder, names = contents.sources.get('decoder'), {}
-  if folder:
-    raw = atomic.read_json(folder / tensor_folder.CONFIG)
-    names = raw.get('id2label') or {}
-  count = contents.model.decoder.head.labels
-  labels = [names.get(str(i), f'LABEL_{i}') for i in range(count)]
+  folder = contents.sources.get('decoder')
+  labels = model_on_disk.labels_in(folder, contents.model.decoder.outputs)
   return f'classify:labels={json.dumps("|".join(labels))}'
 
 

@@ -88,15 +88,17 @@ _LLAMA = re.compile(r'<\|reserved_special_token_(\d+)\|>')
 # Text that must round-trip exactly: leading, trailing and repeated spaces, a
 # newline, a private-use character (never a token).
 _EXACT = '  x  y\n\tz\U000f1234  '
-# Text that Unicode normalisation may change, by the wording of the note. Such
-# vocabularies are tolerated, because the text keeps its meaning.
+# Text that normalisation may change, and what it becomes, by the wording of the
+# note. Such vocabularies are tolerated: the text keeps its meaning.
 _CHANGEABLE = {
-  'composes accents (Unicode NFC)': 'A\u030a',
-  'replaces ligatures and the like (Unicode NFKC)': '\ufb01',
-  'turns the character U+2581 into a space': 'x\u2581y',
+  'composes accents (Unicode NFC)': ('A\u030a', '\xc5'),
+  'replaces ligatures and the like (Unicode NFKC)': ('\ufb01', 'fi'),
+  'turns the character U+2581 into a space': ('x\u2581y', 'x y'),
+  'lowercases': ('Xx', 'xx'),
+  'drops accents': ('u\xfc', 'uu'),
 }
 
-# Text that T5's tokenizers lose, by the wording of the note.
+# Text that tokenizers of T5 and BERT lose, by the wording of the note.
 _LOSABLE = {
   'merges spaces and drops line breaks': 'x  x\nx ',
   'leaves out characters that it lacks': 'x\U000f1234x',
@@ -448,20 +450,21 @@ class Vocabulary(abc.ABC):
     Raises:
       UserError: encoding changes more than Unicode normalisation does.
     """
-    changeable = _CHANGEABLE
-    if self.ids.ends_with_eos:
-      changeable = _LOSABLE | _CHANGEABLE
-    elif self.decode(self.encode(_EXACT)) != _EXACT:
+    losable = _LOSABLE if self.ids.ends_with_eos else {}
+    if not losable and self.decode(self.encode(_EXACT)) != _EXACT:
       raise errors.UserError(
         f'vocabulary {self.path!r} does not give back the text it encodes (it'
         ' trims or merges spaces, or lacks bytes for unknown characters); use'
         ' that of Gemma, Llama or Qwen, or train one'
       )
-    return ' and '.join(
-      how
-      for how, text in changeable.items()
-      if self.decode(self.encode(text)) != text
-    )
+    changes = [x for x in losable if self._changed(losable[x]) != losable[x]]
+    for change, (text, becomes) in _CHANGEABLE.items():
+      if self._changed(text) == becomes:
+        changes.append(change)
+    return ' and '.join(changes)
+
+  def _changed(self, text: str) -> str:
+    return self.decode(self.encode(text))
 
   @abc.abstractmethod
   def _piece(self, token: int) -> str:

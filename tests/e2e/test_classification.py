@@ -1,5 +1,6 @@
 """Classifiers from the command line: of a decoder, and of a pair's encoder."""
 
+import dataclasses
 import json
 import random
 import time
@@ -8,7 +9,9 @@ import numpy as np
 import pytest
 
 import encdec_adapt
+from encdec_adapt.base import errors
 from encdec_adapt.evaluation.results import results_store
+from encdec_adapt.objectives import objective_names
 from tests import tiny
 from tests.e2e import folders
 
@@ -78,7 +81,19 @@ def test_a_decoder_learns_labels_and_stops_early(file, tmp_path, request):
   assert again.returncode == 0, again.stdout + again.stderr
   assert f'step {summary["steps"] + 1}' not in again.stdout
   exported = folders.export(tmp_path / 'run', tmp_path / 'exported')
-  assert encdec_adapt.load(exported).logits([[2, 5, 6]]).shape == (1, 3, 2)
+  rows = list(map(json.loads, file.read_text().splitlines()))[:40]
+  texts = [f'{x["first"]}\n{x["second"]}' for x in rows]
+  for path in (tmp_path / 'run', exported):
+    labels = encdec_adapt.load(path).classify(texts)
+    assert np.mean([x == y['label'] for x, y in zip(labels, rows)]) > 0.85
+  with pytest.raises(errors.UserError, match='is no classifier'):
+    encdec_adapt.load(source).classify(texts)
+  model, tags = encdec_adapt.load(exported), 'tag:labels=absent|present'
+  stored = dataclasses.replace(
+    model.stored, objectives=(objective_names.parse_one(tags),)
+  )
+  with pytest.raises(errors.UserError, match='labels words'):
+    dataclasses.replace(model, stored=stored).classify(texts)
   refused = tiny.run('generate', f'--checkpoint={tmp_path}/run', '--prompt=x')
   assert refused.returncode == 2 and 'generates no text' in refused.stderr
 

@@ -125,6 +125,17 @@ def test_a_classifier_is_tuned_and_exported(name, tmp_path):
   assert theirs.config.id2label == {0: 'no', 1: 'yes'}
   flags = f'--source={exported}', f'--output={tmp_path / "again"}'
   assert tiny.convert('import', *flags, '--vocab_multiple=1') == 0
+  # Labels of texts are those of a pipeline of transformers.
+  texts = [f'fox {i} and two cats' * (1 + i % 2) for i in range(5)]
+  pipe = transformers.pipeline(
+    'text-classification',
+    model=theirs,
+    tokenizer=transformers.AutoTokenizer.from_pretrained(exported),
+    device='cpu',
+  )
+  expected = [pipe(text)[0]['label'] for text in texts]
+  for path in (run, exported):
+    assert encdec_adapt.load(path).classify(texts) == expected
   if pair:
     flags = '--with=transformers', '--length=24'
     assert tiny.convert('verify', run, exported, *flags) == 0

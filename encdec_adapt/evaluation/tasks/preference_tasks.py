@@ -116,7 +116,12 @@ class PreferenceEvaluation:
         )
 
     result = evaluator(model.params, batches(), frozen)
-    scores = result.scores(self.name)
+    # Margins of different losses have different scales: only which answer is
+    # preferred is compared between models.
+    scores = [
+      x if x.metric == 'accuracy' else dataclasses.replace(x, scores=())
+      for x in result.scores(self.name)
+    ]
     scores += preference_scores.scores(self.name, result)
     values = dict(zip(result.metrics, result.ratios[:, 0], strict=True))
     for i, (chosen, rejected, prompt, _) in enumerate(contents):

@@ -65,7 +65,7 @@ class Job:
     """Returns model, mesh, rows and steps as a line of text."""
     model = self.recipe.model
     return (
-      f'{type(model).__name__}: {parameters.count(model):,} parameters on'
+      f'{model.architecture.name}: {parameters.count(model):,} parameters on'
       f' {dict(self.placement.mesh.shape)}; {len(self.data.train):,} training'
       f' rows, {self.resolved.steps:,} steps'
     )
