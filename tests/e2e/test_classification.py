@@ -85,7 +85,10 @@ def test_a_decoder_learns_labels_and_stops_early(file, tmp_path, request):
   texts = [f'{x["first"]}\n{x["second"]}' for x in rows]
   for path in (tmp_path / 'run', exported):
     labels = encdec_adapt.load(path).classify(texts)
-    assert np.mean([x == y['label'] for x, y in zip(labels, rows)]) > 0.85
+    assert (
+      np.mean([x == y['label'] for x, y in zip(labels, rows, strict=True)])
+      > 0.85
+    )
   with pytest.raises(errors.UserError, match='is no classifier'):
     encdec_adapt.load(source).classify(texts)
   model, tags = encdec_adapt.load(exported), 'tag:labels=absent|present'
