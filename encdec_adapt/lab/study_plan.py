@@ -74,6 +74,11 @@ def describe(study: pages.Study, states: stage_states.States) -> str:
   finished = len(states.stages) - costs.stages
   note = f'; {finished} finished stages are not counted' * bool(finished)
   lines.append(costs.line + note)
+  if any(not x.settings.train.steps for x in trained):
+    lines.append(
+      'arms of 0 steps train for config.data.passes passes over records that'
+      ' are still to be made: their FLOPs and hours are not counted here'
+    )
   lines += passes.notes(trained)
   if sizes := [x['bytes'] for x in steps.values() if 'bytes' in x]:
     lines.append(f'largest training step: {disk.format_bytes(max(sizes))}')
