@@ -9,7 +9,8 @@ r"""Classification: a model on disk with a head for labels, all of it tuned.
 encoder is tuned, of a decoder-only model the decoder; the label is predicted
 from the state of the last token (Encoder-Decoder Gemma, arXiv:2504.06225,
 section 4). With `pair=1` both stacks of an encoder-decoder read the text (BART,
-arXiv:1910.13461, section 3.1). The last field of the source is the label, the
+arXiv:1910.13461, section 3.1), as they do where such a classifier is tuned
+again. The last field of the source is the label, the
 others are texts. With `tag:labels=O|PER|LOC` the texts are one list of words
 and the label a list with one for each. Every save is evaluated, and the
 checkpoint with the lowest held-out loss is kept
@@ -44,7 +45,8 @@ from encdec_adapt.lab import pages
 def get_config(arg=None):
   """`source`: work directory or Hugging Face folder; `books`; `pair`."""
   args = config_lib.parse_arg(arg, source='', books='', pair=0)
-  config = pretrained.get_stack_config(args['source'], bool(args['pair']))
+  pair = bool(args['pair']) or None
+  config = pretrained.get_stack_config(args['source'], pair)
   config.data.objective = 'classify:labels=no|yes'
   if args['books']:
     config.data.source = f'books:{option_strings.quote(args["books"])}'
@@ -63,6 +65,7 @@ def get_study(arg=None):
     arg,
     source='',
     data='',
+    pair=0,
     fields='text+label',
     labels='no|yes',
     root='runs/classification',
@@ -122,7 +125,8 @@ def _arm(args, task, changes, point):
   rate, batch, dropout = point
   return pages.Arm(
     f'{task}_{rate:g}_{batch:g}_{dropout:g}',
-    f'classification:source={option_strings.quote(args["source"])}',
+    f'classification:source={option_strings.quote(args["source"])}'
+    + f',pair={args["pair"]}' * bool(args['pair']),
     changes
     | {
       'optimizer.learning_rate': f'{rate:g}',

@@ -76,15 +76,24 @@ def get_config(arg=None, **values):
 
 
 def get_stack_config(source, pair=False):
-  """The config of a task for the stack that reads prompts, without the other.
+  """The config of a task for the stack that reads prompts, or for a pair.
 
   Args:
     source: model; of a pair its encoder is trained, with its vocabulary.
-    pair: whether of a pair both stacks are trained.
+    pair: whether both stacks of a pair are trained; None for those of a
+      classifier alone.
   """
   config = get_config(source=source)
   opened = open_model(source)
   model, choice = opened.model, opened.vocabularies
+  has_both, head = model.architecture.encodes_prompt, model.decoder.head
+  if pair is None:
+    pair = has_both and isinstance(head, heads.Labels)
+  if pair and not (has_both and not (choice and choice.encoder)):
+    raise errors.UserError(
+      f'{source} is no encoder-decoder with a single vocabulary, whose stacks'
+      ' can both read a text; leave out pair=1.'
+    )
   if not pair:
     head = model.prompt_reader.head
     if not isinstance(head, (heads.Embedding, heads.Labels)):

@@ -24,7 +24,7 @@ from encdec_adapt.files import atomic, hub, paths
 from encdec_adapt.models import adapters as adapters_lib
 from encdec_adapt.models import architecture as architectures
 from encdec_adapt.models import execution, heads, model_config, model_section
-from encdec_adapt.objectives import example_maker, passages
+from encdec_adapt.objectives import example_maker, labelled, passages
 from encdec_adapt.ops import passage_segments
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules as rules_lib
@@ -502,6 +502,13 @@ def check_kind(
     raise errors.UserError(
       f'objective {objective.text!r} has {len(labels)} labels and the model'
       f' {outputs}; use records of the same labels.'
+    )
+  pooled = getattr(model.decoder.head, 'pooled', '')
+  if pooled and issubclass(objective.maker, labelled.Tag):
+    raise errors.UserError(
+      f'objective {objective.text!r} feeds models of kind {_READERS["labels"]}'
+      ' that label words, and this one labels whole texts'
+      f' (config.model.head.pooled is {pooled!r}); use records of `classify`.'
     )
   if outputs == 1 and objective.rows.answers < 2:
     raise errors.UserError(

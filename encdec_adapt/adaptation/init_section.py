@@ -14,8 +14,8 @@ class InitConfig:
   mode: str = keys.key(
     'random',
     "'random'; 'checkpoint' (continue training the same model, or with a new"
-    ' head; a classifier, an embedding model or an encoder-only model starts'
-    " from the encoder of a pair); 'adapt' (an"
+    ' head; a classifier of one stack, an embedding model or an encoder-only'
+    " model starts from the encoder of a pair); 'adapt' (an"
     ' encoder-decoder from decoder-only checkpoints, a decoder from the decoder'
     " of a pair, an encoder from its encoder); or 'embeddings' (as 'adapt' to a"
     ' pair, but only the embedding tables are kept: a control). With'

@@ -155,9 +155,13 @@ def verify(
     for name, size in sizes.items()
   }
   if isinstance(model_a.model.decoder.head, heads.Labels) and len(tokens) > 1:
-    # BART's classifier reads labels at the EOS of the encoder's tokens.
-    vocabularies = model_a.require_vocabularies()
-    tokens['encoder'][:, -1] = vocabularies.decoder.ids.eos
+    text = tokens['encoder']
+    if with_transformers:
+      # BART's classifier reads labels at EOS, one in each row.
+      eos = model_a.require_vocabularies().decoder.ids.eos
+      text[text == eos] += 1
+      text[:, -1] = eos
+    tokens['decoder'] = np.roll(text, 1, axis=1)
   # In sequence, so that memory holds a single model (two copies of the second
   # while `transformers` continues a text). The second comes first, as
   # `transformers` may refuse it.

@@ -162,7 +162,8 @@ def _label_names(stored: model_on_disk.StoredModel) -> dict[str, Any]:
   """Returns the fields of config.json for the labels of a classifier."""
   if not isinstance(stored.model.decoder.head, heads.Labels):
     return {}
-  return layer_norm_json.label_names(stored.labels)
+  words = {model_on_disk.WORDS: True} if stored.labels_words else {}
+  return layer_norm_json.label_names(stored.labels) | words
 
 
 def _embedding_files(

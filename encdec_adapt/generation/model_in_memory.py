@@ -29,7 +29,6 @@ from encdec_adapt.models import (
   model_config,
   parameters,
 )
-from encdec_adapt.objectives import labelled
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules as rules_lib
 from encdec_adapt.stored import model_on_disk, pretrained_files
@@ -175,15 +174,15 @@ class LoadedModel:
     """Returns the label of each text, by a classifier of texts.
 
     Args:
-      texts: the texts.
+      texts: the texts; several of an example are joined by line breaks.
       **options: see `score`.
 
     Raises:
       UserError: the model is no such classifier, or a text is empty or too
         long.
     """
-    names, objectives = self.stored.labels, self.stored.objectives
-    if any(issubclass(x.maker, labelled.Tag) for x in objectives):
+    names = self.stored.labels
+    if self.stored.labels_words:
       raise errors.UserError(
         f'{self.stored.path} labels words; read its `logits` at the first'
         ' token of each.'
@@ -300,6 +299,10 @@ class LoadedModel:
     decoder_mask: Mask | None = None,
   ) -> Float[Array, 'B T V']:
     """Returns the logits of the token after each decoder token, fp32.
+
+    Classifiers of texts have those of the labels at each token. The decoder of
+    a pair that classifies reads the encoder's tokens shifted right by one, the
+    last first.
 
     Args:
       decoder_tokens: tokens fed to the decoder, BOS first, [B, T].

@@ -76,8 +76,8 @@ def describe(study: pages.Study, states: stage_states.States) -> str:
   lines.append(costs.line + note)
   if any(not x.settings.train.steps for x in trained):
     lines.append(
-      'arms of 0 steps train for config.data.passes passes over records that'
-      ' are still to be made: their FLOPs and hours are not counted here'
+      'arms of 0 steps train for config.data.passes passes over their records:'
+      ' their FLOPs and hours are not counted here'
     )
   lines += passes.notes(trained)
   if sizes := [x['bytes'] for x in steps.values() if 'bytes' in x]:

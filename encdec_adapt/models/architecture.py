@@ -88,7 +88,7 @@ class Architecture:
 
   @property
   def encodes_prompt(self) -> bool:
-    """Whether an encoder reads the prompt and a decoder its continuation."""
+    """Whether it is a pair, whose encoder reads prompts."""
     return self.prompt_stack == 'encoder'
 
   @property

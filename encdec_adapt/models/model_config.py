@@ -573,8 +573,9 @@ class EncoderDecoderConfig:
     pooled = getattr(self.decoder.head, 'pooled', 'last')
     if pooled != 'last':
       raise errors.UserError(
-        f"head.pooled is {pooled!r}; a pair classifies whole texts, by 'last'."
-        ' Set it, or label words with one of its stacks.'
+        f'config.model.head.pooled is {pooled!r}, and a pair classifies whole'
+        " texts, with 'last'; words (objective tag) are labelled by a single"
+        ' stack: set config.model.kind, or leave out pair=1.'
       )
     if self.encoder.role != 'bidirectional':
       _require_no_passages('causal encoder', self.encoder)
@@ -827,9 +828,9 @@ def with_head_of(config: ModelConfig, target: ModelConfig) -> ModelConfig:
 
   Args:
     config: the source model.
-    target: the model to initialise. Classifiers, embedding models and
-      encoder-only models take only the prompt-reading stack; all others take
-      every stack.
+    target: the model to initialise. Classifiers of a single stack, embedding
+      models and encoder-only models take only the prompt-reading stack; all
+      others take every stack.
   """
   head = target.decoder.head
   if not target.architecture.is_encoder:

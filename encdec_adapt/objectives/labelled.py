@@ -7,8 +7,9 @@
 |          |                                      | token                     |
 
 Both need the label names, in index order: `classify:labels=no|yes`. They train
-classifiers, a pretrained encoder or decoder stack with one head row per label
-(Encoder-Decoder Gemma, arXiv:2504.06225, section 4: a head on the last token).
+classifiers, a pretrained stack (of a pair, the encoder or both) with one head
+row per label (Encoder-Decoder Gemma, arXiv:2504.06225, section 4: a head on the
+last token).
 Targets are label indices, aligned with the tokens read.
 
 Pure NumPy; must not import TensorFlow, SeqIO or JAX.
@@ -42,7 +43,7 @@ class Classify(example_maker.ExampleMaker):
   }
   reads = 'text'
   documents = 'labels'
-  one_vocabulary = 'it has no decoder'
+  one_vocabulary = 'it has one text for all stacks'
   _counted = ('dropped', 'truncated')
 
   @classmethod

@@ -33,7 +33,7 @@ from encdec_adapt.huggingface import (
 )
 from encdec_adapt.models import adapters as adapters_lib
 from encdec_adapt.models import heads, model_config, parameters
-from encdec_adapt.objectives import embeddings, example_maker
+from encdec_adapt.objectives import embeddings, example_maker, labelled
 from encdec_adapt.stored import (
   adapter_arrays,
   checkpoint_arrays,
@@ -53,6 +53,7 @@ TOKENIZERS = (
   *(f'{DECODER_TOKENIZER}/{name}' for name in vocabulary_pair.FILES),
 )
 CARD = 'README.md'
+WORDS = 'labels_words'  # Field of config.json.
 # Files to download from the Hub besides the weights.
 _FILES = (
   CARD,
@@ -188,6 +189,13 @@ class StoredModel:
     if self.objectives:
       return self.objectives[0].options['labels']
     return labels_in(self.path, head.labels)
+
+  @property
+  def labels_words(self) -> bool:
+    """Whether a classifier labels words (the objective `tag`), not texts."""
+    if self.objectives:
+      return any(issubclass(x.maker, labelled.Tag) for x in self.objectives)
+    return labels_words_in(self.path)
 
   @property
   def prompt_side(self) -> str:
@@ -348,6 +356,11 @@ def embedding_model(
     UserError: a head is given for an embedding model.
   """
   return _view(stored, model_config.embedding_model(stored.model, head))
+
+
+def labels_words_in(folder: paths_lib.Path) -> bool:
+  """Returns whether the config.json of a folder is of a labeller of words."""
+  return atomic.read_json(folder / tensor_folder.CONFIG).get(WORDS, False)
 
 
 def labels_in(folder: paths_lib.Path | None, count: int) -> tuple[str, ...]:

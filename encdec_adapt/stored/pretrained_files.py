@@ -283,7 +283,10 @@ def prompt_room(
   # The second is in the folder of an embedding model.
   stated = embedding_files.read_room(stored.path) or math.inf
   passage = stored.model.prompt_reader.passages.length or math.inf
-  limit = min(stack_positions(stored)[side], stated, passage)
+  # Both stacks of a classifier may read the text.
+  reads = stored.model.architecture.positions(1, 0)
+  limits = stack_positions(stored)
+  limit = min(stated, passage, *(limits[x] for x in limits if reads[x]))
   if limit == math.inf:
     return None
   room = limit - stored.model.architecture.positions(0, generated)[side]

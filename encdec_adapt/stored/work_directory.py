@@ -222,10 +222,13 @@ def _config(contents: Contents, opened: vocabulary_pair.Opened | None) -> Any:
 
 
 def _labels_objective(contents: Contents) -> str:
-  """Returns `classify` with the labels of a classifier's folder."""
+  """Returns the objective with the labels of a classifier's folder."""
   folder = contents.sources.get('decoder')
   labels = model_on_disk.labels_in(folder, contents.model.decoder.outputs)
-  return f'classify:labels={json.dumps("|".join(labels))}'
+  words = folder and model_on_disk.labels_words_in(folder)
+  return (
+    f'{"tag" if words else "classify"}:labels={json.dumps("|".join(labels))}'
+  )
 
 
 def _open_vocabularies(contents: Contents) -> vocabulary_pair.Opened | None:

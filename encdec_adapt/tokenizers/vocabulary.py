@@ -459,9 +459,10 @@ class Vocabulary(abc.ABC):
       )
     changes = [x for x in losable if self._changed(losable[x]) != losable[x]]
     for change, (text, becomes) in _CHANGEABLE.items():
-      if self._changed(text) == becomes:
-        changes.append(change)
-    return ' and '.join(changes)
+      if (changed := self._changed(text)) != text:
+        others = 'changes other characters'
+        changes.append(change if changed == becomes else others)
+    return ' and '.join(dict.fromkeys(changes))
 
   def _changed(self, text: str) -> str:
     return self.decode(self.encode(text))

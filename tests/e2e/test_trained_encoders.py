@@ -147,6 +147,41 @@ def test_a_classifier_is_tuned_and_exported(name, tmp_path):
   np.testing.assert_allclose(got, expected, rtol=0, atol=2e-4)
 
 
+def test_a_labeller_of_words_is_known_as_one(tmp_path):
+  file, run = tmp_path / 'rows.jsonl', tmp_path / 'run'
+  rows = [
+    {'words': ['a', 'fox', str(i)], 'tags': list('OXO')} for i in range(60)
+  ]
+  file.write_text('\n'.join(map(json.dumps, rows)))
+  source = f'--config.data.source=labels:{file}#words,tags'
+  objective = '--config.data.objective=tag:labels=O|X'
+  config = f'classification.py:source={tiny.ROOT}/configs/decoders/small'
+  test_t5.job(config, (32, 0), run, source, objective, *test_t5.MESH)
+  exported, again = (
+    folders.export(run, tmp_path / 'exported'),
+    tmp_path / 'again',
+  )
+  flags = f'--source={exported}', f'--output={again}', '--vocab_multiple=128'
+  assert tiny.convert('import', *flags) == 0
+  for path in (run, exported, again):
+    with pytest.raises(errors.UserError, match='labels words'):
+      encdec_adapt.load(path).classify(['a fox'])
+
+
+@pytest.mark.parametrize(
+  'name, message',
+  [('bert', 'is no encoder-decoder'), ('pair', 'with a single vocabulary')],
+)
+def test_texts_that_one_stack_cannot_read_are_refused(name, message, tmp_path):
+  sources = [save(x, tmp_path / x) for x in ('bert', 'llama_tied')]
+  flags = [f'--encoder={sources[0]}', f'--decoder={sources[1]}']
+  flags += [f'--output={tmp_path / "pair"}', '--vocab_multiple=8']
+  assert tiny.convert('adapt', *flags) == 0
+  config = f'configs/classification.py:source={tmp_path / name},pair=1'
+  with pytest.raises(errors.UserError, match=message):
+    tiny.call(train, f'--config={config}', f'--workdir={tmp_path / "run"}')
+
+
 def test_an_exported_embedding_model_is_read_back(tmp_path):
   library = pytest.importorskip('sentence_transformers')
   folder, output = save('bert', tmp_path / 'bert'), tmp_path / 'exported'

@@ -18,7 +18,8 @@ KINDS = architecture.BY_NAME
 
 def _config(kind, head=heads.Tokens()):
   if kind == 'encoder_decoder':
-    return model_config.encoder_decoder(STACK, STACK)
+    pair = model_config.encoder_decoder(STACK, STACK)
+    return model_config.with_head(pair, head)
   role = KINDS[kind].role
   return model_config.DecoderOnlyConfig(
     dataclasses.replace(STACK, role=role, head=head)
@@ -43,6 +44,11 @@ def _batch(lengths=LENGTHS):
     (_config('prefix_decoder'), LENGTHS, {'teacher'}),
     (_config('encoder_only'), LENGTHS, {'encoder'}),
     (_config('decoder_only', heads.Labels(3)), LENGTHS, {'encoder'}),
+    (
+      _config('encoder_decoder', heads.Labels(3, 'last')),
+      LENGTHS,
+      {'encoder'},
+    ),
     (_config('decoder_only'), framing.Lengths(0, 5), {'decoder'}),
   ],
 )

@@ -67,6 +67,7 @@ def test_bert_frames_texts_at_both_ends(config, tmp_path):
   pieces = [opened.piece(i) for i in framed]
   assert (pieces[0], pieces[-1]) == ('[CLS]', '[SEP]')
   assert opened.decode(framed[1:-1]) == 'a fox'
+  assert ' and lowercases' in opened.note and 'NFC' not in opened.note
 
 
 @pytest.mark.parametrize('model_type', ['roberta', 'llama'])

@@ -161,8 +161,6 @@ def test_the_table_says_what_feeds_which_model(request):
     models = MODELS
     if name in ('classify', 'tag'):
       text, models = f'{name}:labels=a|b', CLASSIFIERS
-    if name == 'tag':  # A pair classifies whole texts.
-      models = CLASSIFIERS | {'encoder_decoder': MODELS['encoder_decoder']}
     models = EMBEDDERS if name == 'embed' else models
     for kind, cell in zip(kinds, cells, strict=True):
       if cell:

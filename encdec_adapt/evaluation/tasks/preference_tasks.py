@@ -119,7 +119,7 @@ class PreferenceEvaluation:
     # Margins of different losses have different scales: only which answer is
     # preferred is compared between models.
     scores = [
-      x if x.metric == 'accuracy' else dataclasses.replace(x, scores=())
+      x if x.metric == metrics.selects else dataclasses.replace(x, scores=())
       for x in result.scores(self.name)
     ]
     scores += preference_scores.scores(self.name, result)

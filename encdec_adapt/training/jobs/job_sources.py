@@ -105,9 +105,11 @@ class Sources:
     sides = list(self.placement.model.config.stacks)
     if len(sides) == 1:
       sides = [self._stack]
-    pairs = {
-      (sources[side].path, choice.path(side)): side for side in reversed(sides)
-    }
+    pairs = {}
+    for side in reversed(sides):
+      theirs = sources[side].vocabularies
+      theirs = theirs and theirs.path(side)
+      pairs[sources[side].path, theirs, choice.path(side)] = side
     for side in pairs.values():
       job_models.check_vocabulary(sources[side], choice, side)
 

@@ -69,6 +69,9 @@ def test_a_reward_model_ranks_answers_by_their_rewards(
   margins = [x.scores['margin'] for x in made]
   np.testing.assert_allclose(margins, rewards[:, 0] - rewards[:, 1], atol=1e-5)
   assert scores['accuracy'].value == np.mean(rewards[:, 0] > rewards[:, 1])
+  # Models of other losses are compared by it alone.
+  paired = [x for x in ('accuracy', 'brier', 'loss') if scores[x].scores]
+  assert paired == ['accuracy']
   assert mean['reward'].value == pytest.approx(rewards.mean(), rel=1e-5)
   # What was cut short is scored without an end.
   rows[0]['ended'] = 'length'
