@@ -319,7 +319,7 @@ def test_any_model_is_said_by_a_configuration(merged):
         *('data.encoder_length=64', 'data.decoder_length=0'),
         'data.source=labels:a#b,c',
       ],
-      "pooled is ''; a pair classifies whole texts",
+      "pooled is '', and a pair classifies whole texts",
     ),
     (['init.encoder=a'], "init.encoder is 'a'"),
     (['init.cross_attention=fresh'], "'fresh', .*mode is 'random'; .*'auto'"),

@@ -117,7 +117,8 @@ def test_a_classifier_is_tuned_and_exported(name, tmp_path):
   source = f'--config.data.source=labels:{file}#a,label'
   pair = name == 'bart'
   config = f'classification.py:source={folder},pair={int(pair)}'
-  run = test_t5.job(config, (32, 0), tmp_path / 'run', source, *test_t5.MESH)
+  mesh = [f'--config.mesh.{x}=2' for x in ('fsdp', 'sequence', 'tensor')]
+  run = test_t5.job(config, (32, 0), tmp_path / 'run', source, *mesh)
   exported = folders.export(run, tmp_path / 'exported')
   theirs = tiny_models.load(exported)
   architecture = f'{name.title()}ForSequenceClassification'
@@ -156,7 +157,7 @@ def test_a_labeller_of_words_is_known_as_one(tmp_path):
   source = f'--config.data.source=labels:{file}#words,tags'
   objective = '--config.data.objective=tag:labels=O|X'
   config = f'classification.py:source={tiny.ROOT}/configs/decoders/small'
-  test_t5.job(config, (32, 0), run, source, objective, *test_t5.MESH)
+  test_t5.job(config, (32, 0), run, source, objective)
   exported, again = (
     folders.export(run, tmp_path / 'exported'),
     tmp_path / 'again',
