@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from encdec_adapt import evaluate
-from encdec_adapt.evaluation.results import results_store
+from encdec_adapt.evaluation.results import predictions, results_store
 from encdec_adapt.telemetry import metrics
 from tests import tiny
 from tests.e2e import folders
@@ -83,8 +83,12 @@ def test_preferences_train_a_decoder(tmp_path):
     found = [score for _, score in store.entries()]
   scores = {x.metric: x for x in found if x.task == 'preferences'}
   assert scores['accuracy'].value > 0.9 and scores['accuracy'].n == 114
+  (kept,) = (tmp_path / 'evaluation' / predictions.FOLDER).iterdir()
+  margins = np.array(
+    [json.loads(x)['scores']['margin'] for x in kept.read_text().splitlines()]
+  )
   assert scores['loss'].value == pytest.approx(
-    np.log1p(np.exp(-np.array(scores['margin'].scores))).mean(), rel=1e-4
+    np.log1p(np.exp(-margins)).mean(), rel=1e-4
   )
   manifests = [
     json.loads((tmp_path / 'records' / split / 'manifest.json').read_text())
