@@ -159,7 +159,7 @@ def verify(
     if with_transformers:
       # BART's classifier reads labels at EOS, one in each row.
       eos = model_a.require_vocabularies().decoder.ids.eos
-      text[text == eos] += 1
+      text[text == eos] -= 1
       text[:, -1] = eos
     tokens['decoder'] = np.roll(text, 1, axis=1)
   # In sequence, so that memory holds a single model (two copies of the second

@@ -70,7 +70,7 @@ def classify(
 
   Args:
     model: a classifier of texts.
-    params: its parameters.
+    params: parameters of the model.
     texts: token ids of each text with their framing.
     mesh: mesh of the parameters.
     rules: logical axis rules.

@@ -167,10 +167,20 @@ class Labels(Head):
   def architecture(
     self, stack: architectures.Architecture
   ) -> architectures.Architecture:
-    """Returns the architecture of a reader of labelled texts."""
-    if stack.encodes_prompt:
-      return architectures.PAIR_CLASSIFIER
-    return architectures.reader(stack, 'labels')
+    """Returns the architecture of a reader of labelled texts.
+
+    Raises:
+      UserError: the head of a pair reads other states than the last.
+    """
+    if not stack.encodes_prompt:
+      return architectures.reader(stack, 'labels')
+    if self.pooled != 'last':
+      raise errors.UserError(
+        f'{_SECTION}.pooled is {self.pooled!r}, and a pair classifies whole'
+        " texts, with 'last'; words (objective tag) are labelled by a single"
+        ' stack: set config.model.kind, or leave out pair=1.'
+      )
+    return architectures.PAIR_CLASSIFIER
 
 
 @dataclasses.dataclass(frozen=True)

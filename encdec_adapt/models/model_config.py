@@ -570,13 +570,7 @@ class EncoderDecoderConfig:
 
   def __post_init__(self):
     _require_no_passages('decoder', self.decoder)
-    pooled = getattr(self.decoder.head, 'pooled', 'last')
-    if pooled != 'last':
-      raise errors.UserError(
-        f'config.model.head.pooled is {pooled!r}, and a pair classifies whole'
-        " texts, with 'last'; words (objective tag) are labelled by a single"
-        ' stack: set config.model.kind, or leave out pair=1.'
-      )
+    self.decoder.head.architecture(architectures.ENCODER_DECODER)  # Checks it.
     if self.encoder.role != 'bidirectional':
       _require_no_passages('causal encoder', self.encoder)
     # A pattern longer than the stack may have a kind without layers.
