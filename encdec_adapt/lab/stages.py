@@ -80,6 +80,8 @@ class Stage:
 def resolve(study: pages.Study) -> dict[str, Stage]:
   """Returns the stages by name, in topological order.
 
+  An evaluation follows its model: what a stopped study has trained is measured.
+
   Raises:
     UserError: a configuration is invalid, arms read each other, a name has no
       stage with the seed, rows are longer than those that their model was
@@ -101,7 +103,14 @@ def resolve(study: pages.Study) -> dict[str, Stage]:
   for claim in study.claims:
     if claim.paired:
       resolver.check_paired(claim)
-  return resolver.stages
+  found = resolver.stages
+  positions = {name: i for i, name in enumerate(found)}
+
+  def position(name):
+    names = found[name].reads if found[name].evaluation else ()
+    return max((positions[x] for x in names), default=positions[name])
+
+  return {name: found[name] for name in sorted(found, key=position)}
 
 
 def architectures(resolved: Mapping[str, Stage]) -> dict[str, str]:

@@ -191,6 +191,11 @@ def test_an_edit_runs_what_depends_on_it(page, edit, expected):
   assert run(page)[0] == set()
 
 
+def test_an_evaluation_follows_its_model(page):
+  names = list(stages.resolve(page))
+  assert names.index('loss_pair') == names.index('pair') + 1
+
+
 def test_a_rate_chosen_by_another_metric_is_another(page):
   (rate,) = page.rates
   other = dataclasses.replace(rate, metric='reward')
