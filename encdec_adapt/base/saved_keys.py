@@ -19,6 +19,7 @@ _HEAD = {
   'tied': True,
   'scaled': False,
   'transform': False,
+  'fixed_bias': False,
   'labels': 0,
   'pooled': '',
   'layer': '',

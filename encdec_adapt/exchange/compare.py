@@ -279,7 +279,7 @@ def _compare_texts(
   prompt, rows = [], []  # Verb, text, our ids, transformers' ids.
   for text in ('', *tokenizer_writer.TEXTS):
     prompt = reader.encode(text).tolist()
-    # Qwen's tokenizer adds no special tokens; ours adds BOS.
+    # Of an empty text, decoders of tokenizers without BOS read one here.
     if tokenizer('').input_ids or reader.ids.ends_with_eos:
       prompt = reader.ids.frame(prompt, ours.framing_side)
     rows.append(('encodes', text, prompt, tokenizer(text).input_ids))

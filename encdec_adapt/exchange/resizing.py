@@ -144,8 +144,8 @@ def _resized(
     entry = _NewRows(copied, tuple(sorted(drawn)), text_ids)
     tables = ['embedder/table']
     tables += ['layer_inputs/table'] if stack.layer_input_width else []
-    if getattr(stack.head, 'transform', False):
-      tables.append('transform/logits_bias')
+    if stack.head.predicts_tokens and stack.head.bias:
+      tables.append(f'{stack.head.bias}/logits_bias')
     for table in tables:
       if side == 'decoder' or table not in model.shared_parts:
         rows[f'{side}/{table}'] = entry

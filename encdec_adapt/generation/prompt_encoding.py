@@ -190,7 +190,8 @@ class PromptEncoder:
   ) -> np.ndarray:
     """Adds BOS and mode before ids, separator and EOS after them, int32 [n].
 
-    A decoder reads BOS, an encoder BOS or EOS (`special_ids.SideIds.edges`).
+    A decoder reads BOS or nothing, an encoder BOS or EOS
+    (`special_ids.SideIds.edges`); without ids a decoder always reads BOS.
 
     Args:
       ids: encoded prompt, without framing.
@@ -201,7 +202,7 @@ class PromptEncoder:
       UserError: the leading ids leave no room.
     """
     ids = *self._head, *ids, *self._separator, *self._tail
-    prompt = np.array(ids, np.int32)
+    prompt = np.array(ids or [self.reader.ids.bos], np.int32)
     if room is None or len(prompt) <= room:
       return prompt
     start += len(self._head)

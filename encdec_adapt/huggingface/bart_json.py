@@ -5,6 +5,7 @@ Their files are flat. Source of names and rules: transformers 5.24,
 """
 
 from collections.abc import Mapping
+import dataclasses
 from typing import Any
 
 from encdec_adapt.base import errors
@@ -112,6 +113,10 @@ def raw_from_model(
   Raises:
     UserError: no class does; lists the reasons.
   """
+  head = config.decoder.head
+  if head.fixed_bias:  # Stated by the tensor alone.
+    head = dataclasses.replace(head, fixed_bias=False)
+    config = model_config.with_head(config, head)
   return class_choice.choose(config, TYPES, _raw, model_from_raw)
 
 

@@ -144,9 +144,10 @@ def _plan(
   for weight in order:
     tensors.setdefault(layout.written(weight.name), []).append(weight)
   plans = {name: plan(name, parts) for name, parts in tensors.items()}
-  for name in layout.zeros:
+  if layout.fixed_bias and layout.fixed_bias not in plans:
     shape = 1, config.decoder.vocab_size
     dtype_of_all = folder_lib.common_dtype(x.dtype for x in plans.values())
-    make_zeros = functools.partial(np.zeros, shape, dtype_of_all)
-    plans[name] = lazy_array.LazyArray.in_full(shape, dtype_of_all, make_zeros)
+    plans[layout.fixed_bias] = lazy_array.LazyArray.in_full(
+      shape, dtype_of_all, functools.partial(np.zeros, shape, dtype_of_all)
+    )
   return plans

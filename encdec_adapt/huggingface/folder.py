@@ -95,6 +95,10 @@ class ModelFolder:
       tied = _ties_head(self.tensors, layout)
       head = dataclasses.replace(config.decoder.head, tied=tied)
       config = model_config.with_head(config, head)
+    if layout.fixed_bias in self.tensors.tensors:
+      has_bias = bool(np.any(self.tensors.read(layout.fixed_bias)))
+      head = dataclasses.replace(config.decoder.head, fixed_bias=has_bias)
+      config = model_config.with_head(config, head)
     self.config = config
     self._matches, self.unused = _match(config, layout, self.tensors)
 
@@ -198,10 +202,9 @@ def _match(
     )
   unused = {}
   for canonical, pieces in present.items():
-    if canonical in layout.zeros:
-      _require_zeros(pieces[0].tensor, tensors)
-      continue
     weight = required.get(canonical)
+    if weight is None and canonical == layout.fixed_bias:
+      continue
     if weight is None:
       for piece in pieces:
         name, file = piece.tensor, tensors.tensors[piece.tensor].file
@@ -215,14 +218,6 @@ def _match(
   for canonical, weight in required.items():  # In the order of experts.
     matches.setdefault(weight.leaf, []).append((weight, present[canonical]))
   return matches, unused
-
-
-def _require_zeros(name: str, tensors: tensor_folder.TensorFolder) -> None:
-  if np.any(tensors.read(name)):
-    raise errors.UserError(
-      f'{name} in {tensors.tensors[name].file} is not zero; our models have no'
-      ' such term. Only zeros are supported.'
-    )
 
 
 def _require_fits(

@@ -163,7 +163,8 @@ class Layout:
     ignored: name prefixes of tensors unread by the class, or of towers.
     aliases: pattern of an alternative part of a name -> part used here.
     modules: prefix used here -> prefix of the module in memory, if different.
-    zeros: names of tensors [1, V] that are 0, one value per output.
+    fixed_bias: name of the bias of the logits [1, V], 0 in files of models
+      without one; '' for no such.
     copies: name of a second copy of a tensor, from some writers -> name used by
       its class.
     fused: suffix of a tensor -> the weights in it. Of experts, the form of
@@ -188,7 +189,7 @@ class Layout:
   ignored: tuple[str, ...] = ()
   aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
   modules: Mapping[str, str] = dataclasses.field(default_factory=dict)
-  zeros: tuple[str, ...] = ()
+  fixed_bias: str = ''
   copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
   fused: Mapping[str, Fused] = dataclasses.field(default_factory=dict)
   writes_fused: bool = False
@@ -587,11 +588,12 @@ PAIR_BART = Layout(
       for s, t in _NORM
     },
     **{f'{k}/final_norm/bias': f'{v}layer_norm.bias' for k, v in _PAIR.items()},
+    'bias/logits_bias': 'final_logits_bias',
   },
   ignored=tuple(f'{x}version' for x in _PAIR.values()),
   # Folders of the class without a head lack the prefix.
   aliases={r'^(shared|encoder|decoder)\.': r'model.\1.'},
-  zeros=('final_logits_bias',),
+  fixed_bias='final_logits_bias',
   copies={
     f'{x}embed_tokens.weight': 'model.shared.weight' for x in _PAIR.values()
   },
@@ -604,7 +606,7 @@ BART_CLASSIFIER = dataclasses.replace(
     **{f'pooler/dense{s}': f'classification_head.dense.{t}' for s, t in _ENDS},
     'head/logits_bias': 'classification_head.out_proj.bias',
   },
-  zeros=(),
+  fixed_bias='',
 )
 NATIVE = Layout(layer={}, stacks={}, embedder={}, head='', native=True)
 
@@ -621,6 +623,7 @@ class Weight:
     native: whether the tensor has our leaf's shape.
     part: index of an expert on our leaf's first axis; None for the whole leaf.
     inputs_first: whether a kernel is stored as [in, out].
+    is_row: whether a vector is stored as [1, rows].
   """
 
   name: str
@@ -630,12 +633,13 @@ class Weight:
   native: bool = False
   part: int | None = None
   inputs_first: bool = False
+  is_row: bool = False
 
   @property
   def their_shape(self) -> tuple[int, ...]:
     """Shape of the tensor: [out, in] for a kernel, heads flattened."""
     if self.rows is not None:
-      return (self.rows, *self.shape[1:])
+      return (*[1] * self.is_row, self.rows, *self.shape[1:])
     if self.native:
       return self.shape
     if not (inputs := self._inputs):
@@ -646,14 +650,15 @@ class Weight:
   def to_ours(self, tensor: np.ndarray) -> np.ndarray:
     """Returns our leaf as a view of the tensor; tables lack padding."""
     if self.rows is not None:
-      return tensor
+      return tensor[0] if self.is_row else tensor
     is_turned = self._inputs and not self.inputs_first
     return (tensor.T if is_turned else tensor).reshape(self.shape)
 
   def to_theirs(self, leaf: np.ndarray) -> np.ndarray:
     """Returns the tensor from our leaf, a view if possible."""
     if self.rows is not None:
-      return leaf[: self.rows]
+      rows = leaf[: self.rows]
+      return rows[None] if self.is_row else rows
     if not self._inputs or self.inputs_first:
       return leaf.reshape(self.their_shape)
     return leaf.reshape(self.their_shape[::-1]).T
@@ -761,8 +766,9 @@ def _weights(
       ' --layout=encdec_adapt instead.'
     )
   if _EXPERT not in name:
-    first = layout.inputs_first
-    yield Weight(name, leaf, shape, rows, inputs_first=first)
+    fields = {'inputs_first': layout.inputs_first}
+    is_row = name == layout.fixed_bias
+    yield Weight(name, leaf, shape, rows, **fields, is_row=is_row)
     return
   for expert in range(shape[0]):
     tensor = name.replace(_EXPERT, str(expert))

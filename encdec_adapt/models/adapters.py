@@ -119,7 +119,7 @@ class Adapters:
   def full(self) -> tuple[str, ...]:
     """Paths of the fully trained parameters."""
     names = {path: _names(path) for path in self._base_table}
-    trainable = {k: v for k, v in names.items() if not _is_frozen(k)}
+    trainable = {k: v for k, v in names.items() if not parameters.is_buffer(k)}
     paths = self._matches('full', trainable)
     # Heads other than token heads may start untrained, so they always train.
     head = self.model.decoder.head
@@ -347,10 +347,6 @@ def _names(path: str) -> frozenset[str]:
   if module in block.CROSS:
     names.add('cross_attention')
   return frozenset(names)
-
-
-def _is_frozen(path: str) -> bool:
-  return path.endswith('/layer_scalar/scale')
 
 
 def _is_projection(path: str, info: parameters.ParamInfo) -> bool:

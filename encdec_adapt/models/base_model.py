@@ -98,15 +98,19 @@ class BaseModel:
   ) -> tuple[Float[Array, 'B T J'], Float[Array, 'V J']]:
     """Returns states and a table whose products are the logits.
 
-    A bias of the logits is a column of the table, and a 1 in each state.
+    A bias of the logits is a column of the table, and a 1 in each state; a
+    fixed one has no gradient.
     """
     table, config = self.head(params), self.config.decoder
     decoder, head = params['decoder'], config.head
-    if not head.layer:
+    if head.layer:
+      layer = layers.HEADS[head.layer](config, name=head.layer)
+      hidden = layer.apply({'params': decoder[head.layer]}, hidden)
+    if not head.bias:
       return hidden, table
-    layer = layers.HEADS[head.layer](config, name=head.layer)
-    hidden = layer.apply({'params': decoder[head.layer]}, hidden)
     bias = decoder[head.bias]['logits_bias'][:, None]
+    if head.fixed_bias:
+      bias = jax.lax.stop_gradient(bias)
     table = jnp.concatenate([table, bias.astype(table.dtype)], axis=1)
     ones = jnp.ones((*hidden.shape[:2], 1), hidden.dtype)
     return jnp.concatenate([hidden, ones], axis=2), table

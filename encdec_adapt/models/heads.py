@@ -54,9 +54,15 @@ class Head:
     return self.layer
 
   @property
+  def fixed_bias(self) -> bool:
+    """Whether the bias of the logits is never trained."""
+    return False
+
+  @property
   def modules(self) -> tuple[str, ...]:
     """Names of its modules in the stack."""
-    return tuple(filter(None, (self.module, self.layer)))
+    names = self.module, self.layer, self.bias
+    return tuple(dict.fromkeys(filter(None, names)))
 
   def outputs(self, vocab_size: int) -> int:
     """Returns the number of logits per state."""
@@ -94,6 +100,7 @@ class Tokens(Head):
     scaled: whether to multiply states by 1 / sqrt(width) first (T5).
     transform: whether states pass a layer and a norm first, and logits have a
       bias (BERT).
+    fixed_bias: whether logits have a bias that is never trained (BART).
   """
 
   kind: str = dataclasses.field(default='tokens', init=False)
@@ -103,6 +110,7 @@ class Tokens(Head):
   tied: bool = True
   scaled: bool = False
   transform: bool = False
+  fixed_bias: bool = False
 
   @property
   def module(self) -> str:
@@ -113,6 +121,11 @@ class Tokens(Head):
   def layer(self) -> str:
     """Module between the states and the table; '' for none."""
     return 'transform' if self.transform else ''
+
+  @property
+  def bias(self) -> str:
+    """Module with the bias of the logits; '' for no bias."""
+    return 'bias' if self.fixed_bias else self.layer
 
   def outputs(self, vocab_size: int) -> int:
     """Returns the vocabulary size."""

@@ -286,6 +286,16 @@ class Transform(nn.Module):
     return normalise(activations.ACTIVATIONS[cfg.activation](x))
 
 
+class Bias(nn.Module):
+  """Declares a bias of the logits that belongs to no other module."""
+
+  config: model_config.StackConfig
+
+  @nn.compact
+  def __call__(self) -> None:
+    self.param('logits_bias', bias_init('vocab'), (self.config.table_rows,))
+
+
 class EmbeddingHead(nn.Module):
   """Declares projections and temperature for `embedding_head.vectors`."""
 
@@ -311,6 +321,7 @@ HEADS = {
   'embedding': EmbeddingHead,
   'transform': Transform,
   'pooler': functools.partial(Transform, normed=False),
+  'bias': Bias,
 }
 
 

@@ -36,6 +36,9 @@ class HeadSection:
     'tokens: a layer and a norm before the table, and a bias of the logits'
     ' (BERT).',
   )
+  fixed_bias: bool = keys.key(
+    False, 'tokens: a bias of the logits that is never trained (BART).'
+  )
   labels: int = keys.key(
     0, 'labels: their number, that of the objective.', at_least=0
   )

@@ -198,7 +198,7 @@ def count_by_stack(config: model_config.ModelConfig) -> dict[str, StackCount]:
   unused = padding(config)
   for path, info in parameter_table(config).items():
     stack_name, *parts = path.split('/')
-    if 'layer_scalar' in parts:  # Never trains, nor counts in transformers.
+    if is_buffer(path):  # Does not count in transformers.
       continue
     size = math.prod(info.shape) - unused.get(path, 0)
     if parts[0] in ('embedder', 'head') or parts[-1] == 'table':
@@ -209,6 +209,11 @@ def count_by_stack(config: model_config.ModelConfig) -> dict[str, StackCount]:
       part = 'other'
     counts[stack_name][part] += size
   return {name: StackCount(**count) for name, count in counts.items()}
+
+
+def is_buffer(path: str) -> bool:
+  """Returns whether the parameter of a path never trains."""
+  return path.endswith(('/layer_scalar/scale', '/bias/logits_bias'))
 
 
 def _is_box(x: Any) -> bool:

@@ -16,7 +16,8 @@ decoder reads in place of the targets (MEAP's masks). Fields of a batch:
 | *_segments       | 1, 2, .. by pair within the row; 0 at padding          |
 | *_positions      | 0, 1, .. restarting with each pair; 0 at padding       |
 | teacher_tokens   | BOS p_0 .. p_m-1 r_0 .. r_n-1, pairs contiguous; the   |
-|                  | prefix in the decoder's vocabulary                     |
+|                  | prefix in the decoder's vocabulary; without BOS in     |
+|                  | vocabularies like GPT-2's (`SideIds.bare`), if m > 0   |
 | teacher_index    | per target, the index in the teacher's row of the      |
 |                  | position predicting it: the last prefix token for t_0, |
 |                  | t_j-1 for t_j                                          |
@@ -175,16 +176,17 @@ def frame_row(
   ends = dict.fromkeys(sizes, 0)  # End of the last segment, by side.
   # Segments count from 1, as 0 marks padding.
   for segment, pair in enumerate(pairs, start=1):
-    m, n = len(pair.teacher_inputs), len(pair.targets)
+    n = len(pair.targets)
     if n == 0:
       raise ValueError(f'pair {segment} of the row has no targets')
     # The last target predicts nothing, so no decoder reads it. The teacher's
     # row has it: `on_all_tokens` and `check_framing` expect every target after
     # its index.
+    prompt = framing.decoder.frame(pair.teacher_inputs, 'decoder')
     streams = {
       'encoder': [framing.encoder.frame(pair.inputs, 'encoder')],
       'decoder': [[framing.decoder.bos], pair.read_tokens[:-1]],
-      'teacher': [[framing.decoder.bos], pair.teacher_inputs, pair.read_tokens],
+      'teacher': [prompt, pair.read_tokens],
     }
     starts = dict(ends)
     for side in sizes:
@@ -199,8 +201,9 @@ def frame_row(
     row['targets'][positions] = pair.targets
     row['weights'][positions] = 1.0 if pair.weights is None else pair.weights
     if teacher:
-      # Position m of the teacher's row, after BOS, reads the last prefix token.
-      row['teacher_index'][positions] = starts['teacher'] + m + np.arange(n)
+      # The first target is predicted where the last prefix token is read.
+      last = starts['teacher'] + len(prompt) - 1
+      row['teacher_index'][positions] = last + np.arange(n)
   return row
 
 

@@ -366,7 +366,7 @@ def _echo(
   elif encoder.prefix:  # A token may begin in the prefix.
     count = len(reader.encode(prompt))
   else:
-    count = len(tokens) - len(encoder.frame([]))
+    count = len(tokens) - len(encoder.frame([0])) + 1 if prompt else 0
   return text, encoder.span(tokens, count)
 
 

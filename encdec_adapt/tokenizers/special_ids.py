@@ -24,6 +24,8 @@ class SideIds:
     forced: token that decoders write first, whatever they predict (BART's
       `<s>`, the language of mBART); targets open with it. None for no such.
     closing: ids after the EOS of such inputs: the language of mBART cc25.
+    bare: whether a decoder reads `p` instead of `BOS p`, and BOS only without
+      inputs (GPT-2, Qwen).
   """
 
   pad: int
@@ -35,6 +37,7 @@ class SideIds:
   opening: tuple[int, ...] = ()
   forced: int | None = None
   closing: tuple[int, ...] = ()
+  bare: bool = False
 
   @property
   def frame_size(self) -> int:
@@ -50,7 +53,7 @@ class SideIds:
     """Returns the framing ids before and after a stack's inputs."""
     if self.ends_with_eos and side == 'encoder':
       return [*self.opening], [self.eos, *self.closing]
-    return [self.bos], []
+    return [] if self.bare and side == 'decoder' else [self.bos], []
 
   def frame(self, inputs: Iterable[int], side: str) -> list[int]:
     """Returns framed inputs of a stack.
@@ -60,7 +63,7 @@ class SideIds:
       side: 'encoder' or 'decoder', the stack.
     """
     head, tail = self.edges(side)
-    return [*head, *map(int, inputs), *tail]
+    return [*head, *map(int, inputs), *tail] or [self.bos]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +90,7 @@ class Framing:
         opening=tuple(tokens.get('opening', ())),
         forced=tokens.get('forced'),
         closing=tuple(tokens.get('closing', ())),
+        bare=tokens.get('bare', False),
       )
       for side, tokens in described.items()
     }

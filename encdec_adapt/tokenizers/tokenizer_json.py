@@ -16,7 +16,8 @@ Remaining roles are found by the names of Gemma, Llama, Qwen and BERT:
 A tokenizer without BOS that appends EOS to every text is T5's, and BOS is
 padding. One that puts [CLS] before every text and [SEP] behind it is BERT's or
 ModernBERT's, and these are BOS and EOS; RoBERTa's, by the `model_type` of
-config.json, has <s> and </s> there.
+config.json, has <s> and </s> there. One that adds nothing, with EOS or padding
+as BOS, is Qwen's or GPT-2's: decoders read inputs without BOS.
 
 Special tokens never match in text, whatever the file declares.
 
@@ -114,6 +115,7 @@ class TokenizerJson(vocabulary.Vocabulary):
       added_sentinels=added_sentinels,
       edges=edges,
       frames=_frames(siblings, edges, specials),
+      bare=not any(edges) and roles['bos'] in (roles['eos'], roles['pad']),
     )
     self._check_specials()
 

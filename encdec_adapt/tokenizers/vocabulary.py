@@ -142,6 +142,7 @@ class Vocabulary(abc.ABC):
     added_sentinels: int = 0,
     edges: tuple[Sequence[int], Sequence[int]] = ((), ()),
     frames: bool = False,
+    bare: bool = False,
   ):
     """Initialises the attributes for a subclass.
 
@@ -156,6 +157,7 @@ class Vocabulary(abc.ABC):
         the vocabulary has none.
       edges: ids that the tokenizer adds before and after every text.
       frames: whether encoders read both, as BERT and RoBERTa.
+      bare: see `special_ids.SideIds`.
 
     Raises:
       UserError: encoding loses text, or the files state different framings.
@@ -217,6 +219,7 @@ class Vocabulary(abc.ABC):
       opening,
       forced,
       closing,
+      bare,
     )
     self.note = self._loss()
 
@@ -327,6 +330,7 @@ class Vocabulary(abc.ABC):
       **({'opening': [*self.ids.opening]} if self.ids.opening else {}),
       **({} if self.ids.forced is None else {'forced': self.ids.forced}),
       **({'closing': [*self.ids.closing]} if self.ids.closing else {}),
+      **({'bare': True} if self.ids.bare else {}),
     }
 
   @functools.cached_property

@@ -205,10 +205,11 @@ def test_each_broken_rule_is_found_and_named(field, index, value, rule):
     framing.check_framing(fields, gemma_ids.FRAMING)
 
 
-# Of a Qwen decoder, whose padding, EOS and BOS are one, and a Llama encoder.
+# Of a Qwen decoder, whose padding, EOS and BOS are one, and which reads inputs
+# without BOS; and a Llama encoder.
 MIXED = special_ids.Framing(
   encoder=special_ids.SideIds(pad=94, eos=91, bos=90),
-  decoder=special_ids.SideIds(pad=80, eos=80, bos=80),
+  decoder=special_ids.SideIds(pad=80, eos=80, bos=80, bare=True),
 )
 SPLIT = [
   framing.Pair(
@@ -233,11 +234,11 @@ def test_each_side_is_framed_with_its_own_ids():
     'decoder_segments': [1, 1, 2, 2, 0, 0],
     'targets': [14, 15, 16, 80, 80, 80],
     'weights': [1, 1, 1, 1, 0, 0],
-    # The teacher reads the prefix in the decoder's vocabulary.
-    'teacher_tokens': [80, 21, 22, 23, 14, 15]
-    + [80, 16, 80, 80, 80, 80, 80, 80],
-    'teacher_segments': [1] * 6 + [2] * 3 + [0] * 5,
-    'teacher_index': [3, 4, 6, 7, 0, 0],
+    # The teacher reads the prefix in the decoder's vocabulary, or BOS.
+    'teacher_tokens': [21, 22, 23, 14, 15]
+    + [80, 16, 80, 80, 80, 80, 80, 80, 80],
+    'teacher_segments': [1] * 5 + [2] * 3 + [0] * 6,
+    'teacher_index': [2, 3, 5, 6, 0, 0],
   }
   for name, values in expected.items():
     np.testing.assert_array_equal(row[name], values, err_msg=name)

@@ -493,6 +493,8 @@ def make(case: Case, seed: int = 0, settings: Any = None):
     for name, scalar in model.named_buffers():
       if name.endswith('layer_scalar'):  # Gemma 4; not near 0.
         scalar.uniform_(0.7, 1.3, generator=generator)
+      if name == 'final_logits_bias' and settings.model_type == 'bart':
+        scalar.normal_(0.0, 0.3, generator=generator)
     for name, weight in model.named_parameters():
       if name.endswith('Attention.q.weight'):
         weight.mul_(0.3)  # T5 does not divide scores by sqrt(12).

@@ -152,8 +152,7 @@ def test_a_gpt2_folder_completes_as_transformers_does(tmp_path):
   trained = pytest.importorskip('tests.e2e.test_trained_encoders')
   folder = trained.save('gpt2', tmp_path / 'gpt2')
   tokenizer = trained.transformers.AutoTokenizer.from_pretrained(folder)
-  # Where a text of GPT-2's training begins, as a prompt does here.
-  tokens = tokenizer(f'<|endoftext|>{PROMPTS[0]}', return_tensors='pt')
+  tokens = tokenizer(PROMPTS[0], return_tensors='pt')
   model = trained.tiny_models.load(folder)
   output = model.generate(**tokens, do_sample=False, max_new_tokens=16)[0]
   ids = output[tokens.input_ids.shape[1] :]

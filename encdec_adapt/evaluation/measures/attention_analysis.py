@@ -33,6 +33,7 @@ from encdec_adapt.ops import partition
 from encdec_adapt.sharding import placement as placement_lib
 from encdec_adapt.stored import model_on_disk
 from encdec_adapt.telemetry import progress
+from encdec_adapt.tokenizers import special_ids
 from encdec_adapt.training import state as state_lib
 from encdec_adapt.training.metrics import held_out_metrics, token_metrics
 
@@ -109,7 +110,7 @@ def annotate(
   config: model_config.ModelConfig,
   batch: _Batch,
   mask: int,
-  eos: int | None = None,
+  ids: special_ids.SideIds,
 ) -> dict[str, np.ndarray]:
   """Adds the fields of the analysis to a batch.
 
@@ -117,7 +118,7 @@ def annotate(
     config: the model.
     batch: fields of `objectives.framing` on the host.
     mask: the mask token.
-    eos: end token of an encoder's inputs without BOS, or None.
+    ids: special ids of the vocabulary of the inputs.
 
   Returns:
     The batch and, for the tokens of the inputs' side, `parts` (indices into
@@ -133,8 +134,10 @@ def annotate(
   row_index = batch['row'].reshape(len(tokens), -1)[:, 0]
   weights = np.where(row_index[:, None] >= 0, batch['weights'], 0)
   queries = np.float32(weights > 0)
-  ends = side == 'encoder' and eos is not None
-  frames = (segments > 0) & (tokens == eos if ends else positions == 0)
+  head, tail = ids.edges('encoder' if side == 'encoder' else 'decoder')
+  frames = (segments > 0) & (
+    tokens == ids.eos if tail else positions < len(head)
+  )
   inputs = (segments > 0) & ~frames
   if side == 'teacher':
     # Inputs and targets share a row; map `queries` to its positions.
@@ -148,9 +151,9 @@ def annotate(
   parts[frames] = PARTS.index('bos')
   masked = np.zeros_like(tokens)
   for row, columns in enumerate(map(np.flatnonzero, inputs)):
-    # Quarters are per pair of a packed row, since positions restart; BOS has
-    # position 0.
-    pair, number = segments[row, columns], positions[row, columns] - (not ends)
+    # Quarters are per pair of a packed row, since positions restart.
+    pair, number = segments[row, columns], positions[row, columns]
+    number -= 0 if tail else len(head)
     quarter = 4 * number // np.bincount(pair)[pair]
     parts[row, columns] = PARTS.index('quarter_1') + quarter
     if len(columns):
@@ -287,9 +290,8 @@ class AttentionEvaluation(held_out.HeldOutEvaluation):
     params = build.unroll_params(model.model, model.params)
     layers = list(layer_numbers(unrolled).values())
     mask, ids = _mask_token(model.stored), record_set.framing.encoder
-    eos = ids.eos if ids.ends_with_eos else None
     batches = (
-      annotate(model.config, batch, mask, eos)
+      annotate(model.config, batch, mask, ids)
       for batch in held_out.batches(record_set, model, rows, report)
     )
     run = functools.partial(_make_run(unrolled, placement, layers), params)

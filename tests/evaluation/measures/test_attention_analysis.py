@@ -53,7 +53,9 @@ def _batch(kind):
       framing.frame_row([pair], LENGTHS, gemma_ids.FRAMING, teacher=True)
     )
   batch = framing.stack_rows(rows) | {'row': np.arange(len(ROWS))}
-  found = attention_analysis.annotate(CONFIGS[kind], batch, MASK)
+  found = attention_analysis.annotate(
+    CONFIGS[kind], batch, MASK, gemma_ids.FRAMING.encoder
+  )
   return jax.tree.map(jnp.asarray, found)
 
 
