@@ -10,6 +10,7 @@ import datetime
 import os
 import pathlib
 import shlex
+import signal
 import subprocess
 import sys
 import threading
@@ -153,7 +154,8 @@ def default_jobs() -> int:
 def start(arguments: Sequence[str], jobs: int) -> list[int]:
   """Starts workers on this machine, each with a share of its cores or GPUs.
 
-  Output lines are prefixed with the number of the worker.
+  Output lines are prefixed with the number of the worker. SIGTERM stops them
+  all; training saves its step.
 
   Args:
     arguments: arguments of `encdec_adapt.study` for a worker.
@@ -172,6 +174,12 @@ def start(arguments: Sequence[str], jobs: int) -> list[int]:
       ' cores; give at most one for each.'
     )
   workers, threads = [], []
+
+  def stop(*_):
+    for worker in workers:
+      worker.terminate()  # No effect if finished.
+
+  previous = signal.signal(signal.SIGTERM, stop)
   try:
     for i in range(jobs):
       variables = dict(os.environ)
@@ -197,8 +205,8 @@ def start(arguments: Sequence[str], jobs: int) -> list[int]:
     return [worker.wait() for worker in workers]
   finally:
     _set_cores(shared)
-    for worker in workers:
-      worker.terminate()  # Training saves; no effect if finished.
+    signal.signal(signal.SIGTERM, previous)
+    stop()
     for thread in threads:
       thread.join()
 

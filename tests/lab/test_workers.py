@@ -1,0 +1,34 @@
+"""Workers on one machine."""
+
+import os
+import signal
+import sys
+import threading
+import time
+
+from encdec_adapt.lab import workers
+
+_WORKER = """#!/bin/sh
+trap 'exit 75' TERM
+touch "$0.$$"
+while :; do sleep 0.05; done
+"""
+
+
+def test_sigterm_stops_all_workers(tmp_path, monkeypatch):
+  script = tmp_path / 'worker'
+  script.write_text(_WORKER)
+  script.chmod(0o700)
+  monkeypatch.setattr(sys, 'executable', str(script))
+  jobs = min(len(workers.cores()), 2)
+
+  def interrupt():
+    while len(list(tmp_path.glob('worker.*'))) < jobs:
+      time.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+  monkeypatch.setattr(workers, '_gpus', list)
+  before = signal.getsignal(signal.SIGTERM)
+  threading.Thread(target=interrupt).start()
+  assert workers.start([], jobs) == [75] * jobs
+  assert signal.getsignal(signal.SIGTERM) == before
