@@ -4,8 +4,7 @@
 
 rewrites the table after an intended change. An entry has digests of shapes and
 records, the learning rate and the steps at which something is due; entries of
-the saved runs (`jobs`) have the values of their losses on a batch, too, of each
-kind of CPU that gave others; a rewritten table has those of this one.
+the saved runs (`jobs`) have the values of their losses on a batch, too.
 """
 
 import dataclasses
@@ -266,10 +265,11 @@ def test_a_configuration_means_what_it_did(spec):
 @pytest.mark.parametrize('name', SAVED)
 def test_a_saved_run_means_what_it_did(name):
   settings, stored = read_saved(name), dict(table()[f'saved {name}'])
-  # CPUs sum in other orders: one set of values for each that was met.
-  assert values(settings) in [
-    pytest.approx(x, rel=1e-6, abs=1e-9) for x in stored.pop('values')
-  ]
+  # CPUs sum in other orders, and int8 rounds states that differ then.
+  assert values(settings) == {
+    key: pytest.approx(x, rel=2e-2 if key == 'gradient' else 1e-4, abs=1e-6)
+    for key, x in stored.pop('values').items()
+  }
   assert describe(settings) == stored
 
 
@@ -289,7 +289,7 @@ def main() -> None:
   entries = {x: describe(read_configuration(x)) for x in CONFIGURATIONS}
   for name in SAVED:
     settings = read_saved(name)
-    entry = describe(settings) | {'values': [values(settings)]}
+    entry = describe(settings) | {'values': values(settings)}
     entries[f'saved {name}'] = entry
   for name in STUDIES:
     entries[f'study {name}'] = describe_study(name)
