@@ -178,7 +178,8 @@ def _report(
     for page, flags_of in found.values():
       if page.results and paths.at(page.results).exists():
         of_page = stage_states.States(page, stages.resolve(page))
-        _report(page, of_page, flags_of)
+        if not of_page.unfinished:  # Its sittings are over.
+          _report(page, of_page, flags_of)
     folders = {name: page.folder for name, (page, _) in found.items()}
     claim_tables.write_readme(study.readme, folders, study.picture)
     print(f'wrote {study.readme}')
