@@ -279,7 +279,8 @@ def _compare_texts(
   prompt, rows = [], []  # Verb, text, our ids, transformers' ids.
   for text in ('', *tokenizer_writer.TEXTS):
     prompt = reader.encode(text).tolist()
-    # Of an empty text, decoders of tokenizers without BOS read one here.
+    # Our decoders read BOS in place of an empty prompt; Qwen's tokenizer adds
+    # none.
     if tokenizer('').input_ids or reader.ids.ends_with_eos:
       prompt = reader.ids.frame(prompt, ours.framing_side)
     rows.append(('encodes', text, prompt, tokenizer(text).input_ids))

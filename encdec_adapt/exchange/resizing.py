@@ -145,7 +145,9 @@ def _resized(
     tables = ['embedder/table']
     tables += ['layer_inputs/table'] if stack.layer_input_width else []
     if stack.head.predicts_tokens and stack.head.bias:
-      tables.append(f'{stack.head.bias}/logits_bias')
+      bias = f'{side}/{stack.head.bias}/logits_bias'
+      fixed = dataclasses.replace(entry, drawn=())  # New rows are 0.
+      rows[bias] = fixed if stack.head.fixed_bias else entry
     for table in tables:
       if side == 'decoder' or table not in model.shared_parts:
         rows[f'{side}/{table}'] = entry

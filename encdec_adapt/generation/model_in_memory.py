@@ -231,14 +231,14 @@ class LoadedModel:
     reader = stored.require_vocabularies().sides[stored.prompt_side]
     prefix, room = stored.prompts[role], pretrained_files.prompt_room(stored)
     room = room and room - reader.ids.frame_size
-    unframed = prompt_encoding.PromptEncoder(stored, prefix=prefix).unframed
+    side = self.config.architecture.framing_side
     tokens = [
       reader.encode(prefix + x)
       if isinstance(x, str)
-      else [*reader.encode(prefix), *unframed(x)]
+      else [*reader.encode(prefix), *reader.ids.unframe(x, side)]
       for x in texts
     ]
-    framed = [reader.ids.frame(x[:room], stored.framing_side) for x in tokens]
+    framed = [reader.ids.frame(x[:room], side) for x in tokens]
     return self._vectors(framed, None, rows)
 
   def _vectors(
@@ -305,7 +305,7 @@ class LoadedModel:
     last first.
 
     Args:
-      decoder_tokens: tokens fed to the decoder, BOS first, [B, T].
+      decoder_tokens: tokens fed to the decoder, [B, T].
       encoder_tokens: tokens fed to the encoder, [B, S]; None for a
         decoder-only model.
       encoder_mask: mask of the encoder's tokens.

@@ -110,8 +110,8 @@ class PromptEncoder:
     self.prefix = task_prefix(stored, prefix)
     self._writer = opened.decoder
     self._separator = self._writer.encode(stored.framing.separator)
-    self._edges = self.reader.ids.edges(stored.framing_side)
-    self._head, self._tail = self._edges
+    self._side = stored.framing_side
+    self._head, self._tail = self.reader.ids.edges(self._side)
     self._opening = len(self._head)
     if mode:  # Before the inputs, as in `objectives.denoising`.
       self._head = [*self._head, _mode_id(stored, self.reader, mode)]
@@ -190,8 +190,8 @@ class PromptEncoder:
   ) -> np.ndarray:
     """Adds BOS and mode before ids, separator and EOS after them, int32 [n].
 
-    A decoder reads BOS or nothing, an encoder BOS or EOS
-    (`special_ids.SideIds.edges`); without ids a decoder always reads BOS.
+    A decoder reads BOS or, with ids, nothing; an encoder BOS or EOS
+    (`special_ids.SideIds.edges`).
 
     Args:
       ids: encoded prompt, without framing.
@@ -216,11 +216,7 @@ class PromptEncoder:
 
   def unframed(self, ids: Sequence[int]) -> Sequence[int]:
     """Removes the BOS or EOS added by `frame`, if present."""
-    # A decoder's ids may end with the EOS of an earlier text, which stays.
-    head, tail = self._edges
-    ids = ids[len(head) :] if [*ids[: len(head)]] == head else ids
-    end = len(ids) - len(tail)
-    return ids[:end] if [*ids[end:]] == tail else ids
+    return self.reader.ids.unframe(ids, self._side)
 
   def span(self, prompt: np.ndarray, count: int) -> slice:
     """Returns the slice of a framed prompt before separator and EOS.

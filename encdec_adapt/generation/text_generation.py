@@ -37,10 +37,10 @@ class Options:
   max_tokens: int = keys.key(64, 'Maximum generated tokens.', at_least=1)
   max_prompt: int | None = keys.key(
     None,
-    'Maximum tokens of a prompt, BOS included; a longer one keeps BOS, mode,'
-    ' task prefix and its last tokens. Without it, prompts longer than the'
-    " model's positions (max_position_embeddings of its config.json, or learned"
-    ' ones) are refused.',
+    'Maximum tokens of a prompt, BOS included; a longer one keeps BOS (if it'
+    ' has one), mode, task prefix and its last tokens. Without it, prompts'
+    " longer than the model's positions (max_position_embeddings of its"
+    ' config.json, or learned ones) are refused.',
     at_least=2,
   )
   prefix: str | None = keys.key(
@@ -178,7 +178,7 @@ def encode(
     generated: maximum number of generated tokens.
 
   Returns:
-    The encoder, and the token ids of each prompt, int32 [n], BOS first.
+    The encoder, and the framed token ids of each prompt, int32 [n].
 
   Raises:
     UserError: a vocabulary lacks the chat template for `chat`, or a prompt

@@ -114,7 +114,7 @@ def raw_from_model(
     UserError: no class does; lists the reasons.
   """
   head = config.decoder.head
-  if head.fixed_bias:  # Stated by the tensor alone.
+  if head.fixed_bias:  # config.json has no field for it.
     head = dataclasses.replace(head, fixed_bias=False)
     config = model_config.with_head(config, head)
   return class_choice.choose(config, TYPES, _raw, model_from_raw)

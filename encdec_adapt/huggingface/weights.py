@@ -164,7 +164,7 @@ class Layout:
     aliases: pattern of an alternative part of a name -> part used here.
     modules: prefix used here -> prefix of the module in memory, if different.
     fixed_bias: name of the bias of the logits [1, V], 0 in files of models
-      without one; '' for no such.
+      without one; '' if the class has none.
     copies: name of a second copy of a tensor, from some writers -> name used by
       its class.
     fused: suffix of a tensor -> the weights in it. Of experts, the form of
@@ -766,9 +766,14 @@ def _weights(
       ' --layout=encdec_adapt instead.'
     )
   if _EXPERT not in name:
-    fields = {'inputs_first': layout.inputs_first}
-    is_row = name == layout.fixed_bias
-    yield Weight(name, leaf, shape, rows, **fields, is_row=is_row)
+    yield Weight(
+      name,
+      leaf,
+      shape,
+      rows,
+      inputs_first=layout.inputs_first,
+      is_row=name == layout.fixed_bias,
+    )
     return
   for expert in range(shape[0]):
     tensor = name.replace(_EXPERT, str(expert))

@@ -91,7 +91,7 @@ def search(
   Args:
     engine: the engine; it searches rows / beams prompts at a time, at least 1
       per shard.
-    prompts: token ids of each prompt, BOS first.
+    prompts: framed token ids of each prompt.
     beams: beams per prompt, at least 1.
     max_tokens: maximum tokens to generate, EOS included.
     length_penalty: exponent of the length; above 0 favours long completions.

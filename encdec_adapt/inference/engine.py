@@ -63,7 +63,7 @@ class Request:
   """A prompt with its generation options.
 
   Attributes:
-    tokens: token ids of the prompt, BOS first, int [n].
+    tokens: framed token ids of the prompt, int [n].
     max_tokens: maximum tokens to generate, at least 1, EOS included.
     sampling: sampling options.
     stop: strings that end the completion; not part of it.
@@ -78,7 +78,7 @@ class Request:
 
   def __post_init__(self):
     if not len(self.tokens):
-      raise errors.UserError('the prompt has no tokens; begin it with BOS.')
+      raise errors.UserError('the prompt has no tokens; give at least BOS.')
     if self.max_tokens < 1:
       raise errors.UserError(
         f'max_tokens is {self.max_tokens}; at least 1 token is generated.'

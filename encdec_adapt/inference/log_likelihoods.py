@@ -31,7 +31,7 @@ _CHUNK = 16
 
 
 class Pair(NamedTuple):
-  """Token ids of a context, BOS first, and of its continuation."""
+  """Token ids of a framed context, and of its continuation."""
 
   context: Sequence[int]
   continuation: Sequence[int]

@@ -103,14 +103,14 @@ def resolve(study: pages.Study) -> dict[str, Stage]:
   for claim in study.claims:
     if claim.paired:
       resolver.check_paired(claim)
-  found = resolver.stages
-  positions = {name: i for i, name in enumerate(found)}
+  positions = {name: i for i, name in enumerate(resolver.stages)}
 
-  def position(name):
-    names = found[name].reads if found[name].evaluation else ()
-    return max((positions[x] for x in names), default=positions[name])
+  def position(stage):
+    names = stage.reads if stage.evaluation else ()
+    return max((positions[x] for x in names), default=positions[stage.name])
 
-  return {name: found[name] for name in sorted(found, key=position)}
+  ordered = sorted(resolver.stages.values(), key=position)
+  return {stage.name: stage for stage in ordered}
 
 
 def architectures(resolved: Mapping[str, Stage]) -> dict[str, str]:

@@ -19,7 +19,7 @@ import traceback
 
 import jax
 
-from encdec_adapt.base import errors
+from encdec_adapt.base import errors, exit_status
 from encdec_adapt.cluster import lock
 from encdec_adapt.lab import pages, stage_states, stages
 from encdec_adapt.telemetry import environment, progress
@@ -162,7 +162,7 @@ def start(arguments: Sequence[str], jobs: int) -> list[int]:
     jobs: number of workers.
 
   Returns:
-    The exit status of each.
+    The exit status of each, after SIGTERM `exit_status.RESTART`.
 
   Raises:
     UserError: there are fewer cores, or GPUs, than workers.
@@ -173,15 +173,18 @@ def start(arguments: Sequence[str], jobs: int) -> list[int]:
       f'--jobs={jobs} workers cannot share {len(gpus)} GPUs and {len(shared)}'
       ' cores; give at most one for each.'
     )
-  workers, threads = [], []
+  workers, threads, signals = [], [], []
 
-  def stop(*_):
+  def stop(*signal_and_frame):
+    signals.extend(signal_and_frame[:1])
     for worker in workers:
       worker.terminate()  # No effect if finished.
 
   previous = signal.signal(signal.SIGTERM, stop)
   try:
     for i in range(jobs):
+      if signals:
+        break
       variables = dict(os.environ)
       if gpus:
         variables['CUDA_VISIBLE_DEVICES'] = ','.join(gpus[i::jobs])
@@ -202,7 +205,10 @@ def start(arguments: Sequence[str], jobs: int) -> list[int]:
       thread.start()
       threads.append(thread)
     _set_cores(shared)
-    return [worker.wait() for worker in workers]
+    if signals:
+      stop()  # A worker that was starting.
+    statuses = [worker.wait() for worker in workers]
+    return [exit_status.RESTART] * jobs if signals else statuses
   finally:
     _set_cores(shared)
     signal.signal(signal.SIGTERM, previous)

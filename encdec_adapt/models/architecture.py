@@ -271,7 +271,7 @@ class Architecture:
     """Frames a continuation for scoring.
 
     Args:
-      context: token ids, BOS first.
+      context: framed token ids.
       continuation: token ids.
       bos: first token of a decoder without the context.
     """
@@ -315,7 +315,7 @@ class PrefixDecoder(Architecture):
   role: str = 'prefix'
 
   def prefix(self, batch: Batch) -> Int[Array, 'B R']:
-    """Returns 1 at BOS and the inputs."""
+    """Returns 1 at the framed inputs."""
     return inputs_of(batch)
 
 
@@ -452,7 +452,7 @@ def names(kinds: Sequence[Architecture]) -> str:
 
 
 def inputs_of(batch: Batch) -> Int[Array, 'B R']:
-  """Returns 1 at BOS and inputs of pairs in the teacher's row, else 0."""
+  """Returns 1 at framed inputs of pairs in the teacher's row, else 0."""
   # By exclusion: the batch has the positions predicting targets, one before
   # each target, but no lengths of inputs.
   rows = jnp.arange(len(batch['targets']))[:, None]

@@ -16,8 +16,8 @@ decoder reads in place of the targets (MEAP's masks). Fields of a batch:
 | *_segments       | 1, 2, .. by pair within the row; 0 at padding          |
 | *_positions      | 0, 1, .. restarting with each pair; 0 at padding       |
 | teacher_tokens   | BOS p_0 .. p_m-1 r_0 .. r_n-1, pairs contiguous; the   |
-|                  | prefix in the decoder's vocabulary; without BOS in     |
-|                  | vocabularies like GPT-2's (`SideIds.bare`), if m > 0   |
+|                  | prefix in the decoder's vocabulary; if m > 0, without  |
+|                  | BOS in those like GPT-2's (`SideIds.omits_bos`)        |
 | teacher_index    | per target, the index in the teacher's row of the      |
 |                  | position predicting it: the last prefix token for t_0, |
 |                  | t_j-1 for t_j                                          |
@@ -28,17 +28,17 @@ decoder reads in place of the targets (MEAP's masks). Fields of a batch:
 | stored_*         | k ids and probabilities per target of a stored teacher |
 
 A pair takes m+1 encoder (more with an opening or a closing), n decoder and
-m+1+n teacher positions. Each side has the BOS and padding of its vocabulary;
-EOS and the teacher's tokens are the decoder's. T5's BOS is its padding; its
-targets begin with the opening, if any, and end with EOS unless truncated. With
-two vocabularies, a pair takes the encoder positions of the longer of its two
-prefixes, so that it also fits the teacher's row.
+at most m+1+n teacher positions. Each side has the BOS and padding of its
+vocabulary; EOS and the teacher's tokens are the decoder's. T5's BOS is its
+padding; its targets begin with the opening, if any, and end with EOS unless
+truncated. With two vocabularies, a pair takes the encoder positions of the
+longer of its two prefixes, so that it also fits the teacher's row.
 
 | model           | reads                                                   |
 |-----------------|---------------------------------------------------------|
 | encoder-decoder | encoder_* and decoder_*                                 |
 | causal decoder  | decoder_* of pairs without inputs, else teacher_*       |
-| prefix decoder  | teacher_*, bidirectional over BOS p_0 .. p_m-1          |
+| prefix decoder  | teacher_*, bidirectional over the framed p_0 .. p_m-1   |
 | encoder-only    | encoder_*; targets and weights have length S, aligned   |
 |                 | with the tokens p_i, and weight 0 at BOS and EOS. The   |
 |                 | decoder's length is 0                                   |

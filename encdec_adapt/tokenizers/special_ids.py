@@ -3,7 +3,7 @@
 This module imports neither TensorFlow nor SeqIO nor jax.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
 from typing import Any
 
@@ -24,8 +24,8 @@ class SideIds:
     forced: token that decoders write first, whatever they predict (BART's
       `<s>`, the language of mBART); targets open with it. None for no such.
     closing: ids after the EOS of such inputs: the language of mBART cc25.
-    bare: whether a decoder reads `p` instead of `BOS p`, and BOS only without
-      inputs (GPT-2, Qwen).
+    omits_bos: whether a decoder reads `p` instead of `BOS p`, and BOS only
+      without inputs (GPT-2, Qwen).
   """
 
   pad: int
@@ -37,7 +37,7 @@ class SideIds:
   opening: tuple[int, ...] = ()
   forced: int | None = None
   closing: tuple[int, ...] = ()
-  bare: bool = False
+  omits_bos: bool = False
 
   @property
   def frame_size(self) -> int:
@@ -53,7 +53,7 @@ class SideIds:
     """Returns the framing ids before and after a stack's inputs."""
     if self.ends_with_eos and side == 'encoder':
       return [*self.opening], [self.eos, *self.closing]
-    return [] if self.bare and side == 'decoder' else [self.bos], []
+    return [] if self.omits_bos and side == 'decoder' else [self.bos], []
 
   def frame(self, inputs: Iterable[int], side: str) -> list[int]:
     """Returns framed inputs of a stack.
@@ -64,6 +64,14 @@ class SideIds:
     """
     head, tail = self.edges(side)
     return [*head, *map(int, inputs), *tail] or [self.bos]
+
+  def unframe(self, ids: Sequence[int], side: str) -> Sequence[int]:
+    """Removes the ids that `frame` adds to inputs, if they are there."""
+    # A decoder's ids may end with the EOS of an earlier text, which stays.
+    head, tail = self.edges(side)
+    ids = ids[len(head) :] if [*ids[: len(head)]] == head else ids
+    end = len(ids) - len(tail)
+    return ids[:end] if [*ids[end:]] == tail else ids
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +98,7 @@ class Framing:
         opening=tuple(tokens.get('opening', ())),
         forced=tokens.get('forced'),
         closing=tuple(tokens.get('closing', ())),
-        bare=tokens.get('bare', False),
+        omits_bos=tokens.get('omits_bos', False),
       )
       for side, tokens in described.items()
     }

@@ -115,7 +115,7 @@ class TokenizerJson(vocabulary.Vocabulary):
       added_sentinels=added_sentinels,
       edges=edges,
       frames=_frames(siblings, edges, specials),
-      bare=not any(edges) and roles['bos'] in (roles['eos'], roles['pad']),
+      omits_bos=not any(edges) and roles['bos'] in (roles['eos'], roles['pad']),
     )
     self._check_specials()
 

@@ -44,6 +44,9 @@ the model's generation_config.json, or without this file of config.json, which
 is generated first (BART, mBART-50). It must be stated if inputs begin with
 another token than BOS: the language of inputs is not that of targets.
 
+A decoder reads `BOS p`, or `p` alone if the tokenizer puts nothing and BOS is
+EOS or padding (GPT-2, Qwen).
+
 A final EOS is ignored if there is a BOS and no start token is stated: the model
 may be a decoder. Inconsistent files are rejected.
 
@@ -142,7 +145,7 @@ class Vocabulary(abc.ABC):
     added_sentinels: int = 0,
     edges: tuple[Sequence[int], Sequence[int]] = ((), ()),
     frames: bool = False,
-    bare: bool = False,
+    omits_bos: bool = False,
   ):
     """Initialises the attributes for a subclass.
 
@@ -157,7 +160,7 @@ class Vocabulary(abc.ABC):
         the vocabulary has none.
       edges: ids that the tokenizer adds before and after every text.
       frames: whether encoders read both, as BERT and RoBERTa.
-      bare: see `special_ids.SideIds`.
+      omits_bos: see `special_ids.SideIds`.
 
     Raises:
       UserError: encoding loses text, or the files state different framings.
@@ -219,7 +222,7 @@ class Vocabulary(abc.ABC):
       opening,
       forced,
       closing,
-      bare,
+      omits_bos,
     )
     self.note = self._loss()
 
@@ -330,7 +333,7 @@ class Vocabulary(abc.ABC):
       **({'opening': [*self.ids.opening]} if self.ids.opening else {}),
       **({} if self.ids.forced is None else {'forced': self.ids.forced}),
       **({'closing': [*self.ids.closing]} if self.ids.closing else {}),
-      **({'bare': True} if self.ids.bare else {}),
+      **({'omits_bos': True} if self.ids.omits_bos else {}),
     }
 
   @functools.cached_property
@@ -344,6 +347,7 @@ class Vocabulary(abc.ABC):
     names = '\n'.join(repr(self._piece(i)) for i in range(self._original_size))
     names += '\nends with EOS' if self.ids.ends_with_eos else ''
     names += f'\nopens with {self.ids.opening}' if self.ids.opening else ''
+    names += '\nomits BOS' if self.ids.omits_bos else ''
     names += f'\ncloses with {self.ids.closing}' if self.ids.closing else ''
     return hashlib.sha256(names.encode('utf-8', 'replace')).hexdigest()
 

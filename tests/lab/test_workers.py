@@ -6,18 +6,21 @@ import sys
 import threading
 import time
 
+import pytest
+
 from encdec_adapt.lab import workers
 
 _WORKER = """#!/bin/sh
-trap 'exit 75' TERM
+TRAP
 touch "$0.$$"
 while :; do sleep 0.05; done
 """
 
 
-def test_sigterm_stops_all_workers(tmp_path, monkeypatch):
+@pytest.mark.parametrize('trap', ["trap 'exit 75' TERM", ''])
+def test_sigterm_stops_all_workers(trap, tmp_path, monkeypatch):
   script = tmp_path / 'worker'
-  script.write_text(_WORKER)
+  script.write_text(_WORKER.replace('TRAP', trap))
   script.chmod(0o700)
   monkeypatch.setattr(sys, 'executable', str(script))
   jobs = min(len(workers.cores()), 2)

@@ -205,11 +205,11 @@ def test_each_broken_rule_is_found_and_named(field, index, value, rule):
     framing.check_framing(fields, gemma_ids.FRAMING)
 
 
-# Of a Qwen decoder, whose padding, EOS and BOS are one, and which reads inputs
-# without BOS; and a Llama encoder.
+# A Llama encoder, and a Qwen decoder: its padding, EOS and BOS are one, and it
+# reads inputs without BOS.
 MIXED = special_ids.Framing(
   encoder=special_ids.SideIds(pad=94, eos=91, bos=90),
-  decoder=special_ids.SideIds(pad=80, eos=80, bos=80, bare=True),
+  decoder=special_ids.SideIds(pad=80, eos=80, bos=80, omits_bos=True),
 )
 SPLIT = [
   framing.Pair(

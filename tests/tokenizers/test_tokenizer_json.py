@@ -49,7 +49,7 @@ def test_special_tokens_are_found_by_name(family, vocabulary):
   assert [vocabulary.piece(i) for i in vocabulary.sentinels] == sentinels
   assert [vocabulary.piece(i) for i in vocabulary.mode_ids.values()] == modes
   assert vocabulary.note == note
-  assert vocabulary.ids.bare == (family == 'qwen')
+  assert vocabulary.ids.omits_bos == (family == 'qwen')
   described = vocabulary.describe()
   assert described['special_tokens']['bos']['token'] == names[2]
   assert described['size'] == vocabulary.size

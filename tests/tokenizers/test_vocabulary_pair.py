@@ -47,7 +47,7 @@ def test_two_vocabularies(tmp_path):
   assert opened.differ
   qwen = vocabulary_pair.open_vocabulary(folder)
   assert opened.framing == special_ids.Framing(
-    encoder=special_ids.SideIds(qwen.pad, qwen.eos, qwen.bos, bare=True),
+    encoder=special_ids.SideIds(qwen.pad, qwen.eos, qwen.bos, omits_bos=True),
     decoder=special_ids.SideIds(256, 257, 258),
   )
   described = opened.describe()

@@ -431,10 +431,8 @@ def check_framing(
   stored = special_ids.Framing.from_description(manifest['vocabularies'])
   for side, opened in sides.items():
     ours, theirs = (
-      f'{"BOS " * len(ids.opening)}p EOS{" +" * len(ids.closing)}'
-      if ids.ends_with_eos
-      else 'BOS p'
-      for ids in (getattr(stored, side), opened.ids)
+      _framed(getattr(stored, side), side),
+      _framed(opened.ids, side),
     )
     if ours != theirs:
       raise errors.UserError(
@@ -442,6 +440,13 @@ def check_framing(
         f' {opened.path} of the {side} as `{theirs}`; make records with that'
         ' vocabulary in another folder, or use that of the records.'
       )
+
+
+def _framed(ids: special_ids.SideIds, side: str) -> str:
+  """Returns inputs p as a stack reads them."""
+  if ids.ends_with_eos:
+    return f'{"BOS " * len(ids.opening)}p EOS{" +" * len(ids.closing)}'
+  return f'{"BOS " * len(ids.edges(side)[0])}p'
 
 
 def shards(manifest: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:

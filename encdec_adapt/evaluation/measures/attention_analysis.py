@@ -135,9 +135,10 @@ def annotate(
   weights = np.where(row_index[:, None] >= 0, batch['weights'], 0)
   queries = np.float32(weights > 0)
   head, tail = ids.edges('encoder' if side == 'encoder' else 'decoder')
-  frames = (segments > 0) & (
-    tokens == ids.eos if tail else positions < len(head)
+  is_frame = (
+    tokens == ids.eos if tail else (tokens == ids.bos) & (positions == 0)
   )
+  frames = (segments > 0) & is_frame
   inputs = (segments > 0) & ~frames
   if side == 'teacher':
     # Inputs and targets share a row; map `queries` to its positions.
@@ -289,7 +290,8 @@ class AttentionEvaluation(held_out.HeldOutEvaluation):
     unrolled = build.unroll(build.build(model.config, compute))
     params = build.unroll_params(model.model, model.params)
     layers = list(layer_numbers(unrolled).values())
-    mask, ids = _mask_token(model.stored), record_set.framing.encoder
+    mask = _mask_token(model.stored)
+    ids = getattr(record_set.framing, model.stored.prompt_side)
     batches = (
       annotate(model.config, batch, mask, ids)
       for batch in held_out.batches(record_set, model, rows, report)

@@ -5,9 +5,9 @@ comparable numbers. The encoder of an encoder-decoder reads the context, after
 BOS; its decoder starts from BOS and reads the continuation, encoded separately.
 Trailing spaces of the context move to the continuation, EOS is not scored, and
 an empty context is BOS alone. A decoder-only model reads both together, after
-BOS. Longer contexts keep their last tokens, up to the model's limit
-(`max_position_embeddings` of config.json; lm-eval gives any encoder-decoder
-2,048). A longer continuation is an error.
+BOS (GPT-2 and Qwen without it). Longer contexts keep their last tokens, up to
+the model's limit (`max_position_embeddings` of config.json; lm-eval gives any
+encoder-decoder 2,048). A longer continuation is an error.
 
 The adapter differs on purpose where that backend does not suit
 encoder-decoders:
@@ -106,6 +106,15 @@ class Adapter(lm_eval_model.TemplateLM):
       return [int(i) for i in self._writer.encode(string)]
     return self._framed(self._reader.encode(self._prefix + string))
 
+  def _encode_pair(
+    self, context: str, continuation: str
+  ) -> tuple[list[int], list[int]]:
+    """Encodes a context of spaces as an empty one."""
+    if self._prefix or context.strip():
+      return super()._encode_pair(context, continuation)
+    text = context + continuation
+    return self._framed([]), self.tok_encode(text, add_special_tokens=False)
+
   def _framed(self, context: Sequence[int]) -> list[int]:
     side = self._loaded.stored.prompt_side
     return self._reader.ids.frame(context, side)
@@ -137,7 +146,7 @@ class Adapter(lm_eval_model.TemplateLM):
     requests = [
       (
         pair,
-        [*self.tok_encode(pair[0]), *between],
+        self._framed([*self._reader.encode(self._prefix + pair[0]), *between]),
         self.tok_encode(pair[1], add_special_tokens=False),
       )
       for pair in pairs
