@@ -23,6 +23,7 @@ CASES = {
   't5gemma_unbalanced': ('gemma', 3),
   't5': ('t5', 1),
   'umt5': ('t5', 2),
+  'bart': ('llama3', 1),
 }
 DRAWN, COPIED, SPECIAL = 'kinase', 'zorp', '<|tool|>'
 TEXT = 'a kinase of zorpkinase'
@@ -45,6 +46,8 @@ def _save(folder, name, more=0):
       if family != 't5':
         part.bos_token_id, part.eos_token_id = tokens.bos, tokens.eos
         part.pad_token_id = tokens.pad
+      if name == 'bart':
+        part.decoder_start_token_id = tokens.bos
   model = tiny_models.make(case, settings=settings)
   model.save_pretrained(folder)
   return model
@@ -87,6 +90,10 @@ def test_tokens_are_added(tmp_path, name):
     assert 0.6 < deviations.std() < 1.4
     assert len(table) % 8 == 0
     assert not table[size + 3 :].any()
+  if name == 'bart':  # Its bias is not trained.
+    bias = np.asarray(stored.arrays()['decoder/bias/logits_bias'])
+    new = bias[[*ids.values()]]
+    assert bias[:size].all() and new.tolist() == [0, bias[source], 0]
 
   assert tiny.convert('export', f'--checkpoint={run}', f'--output={out}') == 0
   tokenizer = transformers.AutoTokenizer.from_pretrained(out)

@@ -81,7 +81,6 @@ class HeldOutEvaluation:
     prints = {'encoder': spec.encoder_vocabulary, 'decoder': spec.vocabulary}
     sides = {side: opened.sides[side] for side in stored.model.stacks}
     records = self.record_set
-    record_sets.check_framing(records.folder, records.manifest, sides)
     for side, vocabulary in sides.items():
       if vocabulary.fingerprint != prints[side]:
         raise errors.UserError(
@@ -90,6 +89,7 @@ class HeldOutEvaluation:
           f' {vocabulary.path} ({vocabulary.fingerprint[:12]}); make records'
           " with the model's vocabularies."
         )
+    record_sets.check_framing(records.folder, records.manifest, sides)
     setup.check_positions(stored.model, spec.lengths)
 
   def scores(
