@@ -10,6 +10,7 @@ from encdec_adapt import train
 from encdec_adapt.base import errors
 from encdec_adapt.configs import t5
 from encdec_adapt.data.records import record_sets
+from encdec_adapt.huggingface import tensor_folder
 from encdec_adapt.objectives import framing
 from tests import tiny, tiny_tokenizers
 from tests.e2e import folders, test_transformers
@@ -166,6 +167,13 @@ def test_a_folder_of_transformers_is_tuned_on_a_mesh(kind, pairs, tmp_path):
     assert tokenizer(text).input_ids == ids
   flags = tuned, tmp_path / 'exported', '--with=transformers'
   assert tiny.convert('verify', *flags, '--tolerance=1e-3') == 0
+  if kind == 'bart':  # A buffer.
+    before, after = (
+      tensor_folder.TensorFolder(x).read('final_logits_bias')
+      for x in (folder, tmp_path / 'exported')
+    )
+    np.testing.assert_array_equal(before, after)
+    assert before.any()
   changes = {
     'generation_config.json': ({'decoder_start_token_id': 5}, 'continues'),
     'tokenizer.json': ({'post_processor': None}, "encodes ''"),
