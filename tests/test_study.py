@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import re
+import shutil
 import types
 
 import pytest
@@ -315,7 +316,8 @@ def test_a_worker_without_the_gpu_of_a_page_is_refused(tmp_path, monkeypatch):
 
 def test_what_another_version_has_made_is_named_and_run_again(tmp_path, capsys):
   page, root = tmp_path / 'page.py', tmp_path / 'study'
-  source = tiny.ROOT / 'configs' / 'decoders' / 'small'
+  source = tmp_path / 'small'  # The shipped one has stored results.
+  shutil.copytree(tiny.ROOT / 'configs' / 'decoders' / 'small', source)
   page.write_text(f"""
 from encdec_adapt.lab import pages
 def get_study(arg=None):

@@ -215,8 +215,8 @@ def test_bad_vocabularies_are_refused():
     },
     spec=types.SimpleNamespace(
       objectives=objective_names.parse('pairs'),
-      vocabulary=BYT5.fingerprint,
-      encoder_vocabulary=BYT5.fingerprint,
+      vocabulary=ours.fingerprint,
+      encoder_vocabulary=ours.fingerprint,
     ),
   )
   stack = toy_models.stack()
