@@ -3,6 +3,7 @@
 Returns values; `convert` prints them and decides on the exit status.
 """
 
+import collections
 from collections.abc import Iterator, Mapping
 import dataclasses
 import functools
@@ -17,7 +18,7 @@ from encdec_adapt.files import atomic
 from encdec_adapt.generation import model_in_memory
 from encdec_adapt.huggingface import config_json, tensor_folder, torch_export
 from encdec_adapt.inference import engine as engine_lib
-from encdec_adapt.models import heads, layer_leaves
+from encdec_adapt.models import heads, layer_leaves, model_config
 from encdec_adapt.stored import model_on_disk
 from encdec_adapt.tokenizers import tokenizer_writer
 
@@ -137,7 +138,8 @@ def verify(
 
   Raises:
     UserError: the models differ in stacks, vocabulary sizes, ids of a text or
-      its continuation, or `transformers` cannot load the second.
+      its continuation, a row or such a text is longer than learned positions,
+      or `transformers` cannot load the second.
   """
   # Vocabulary sizes, not table sizes: the padding may differ.
   sizes, sizes_b = (
@@ -149,6 +151,9 @@ def verify(
       f'{model_a.path} and {model_b.path} have no tokens in common to be'
       f' compared on: their vocabulary sizes are {sizes} and {sizes_b}.'
     )
+  for model in (model_a.model, model_b.model):
+    lengths = dict.fromkeys(sizes, length)
+    model_config.check_positions(model, lengths, 'shorten --length')
   rng = np.random.default_rng(seed)
   tokens = {
     name: rng.integers(min(_FIRST_DRAWN, size - 1), size, (rows, length), 'i4')
@@ -260,7 +265,8 @@ def _compare_texts(
     A description of the comparison, for users.
 
   Raises:
-    UserError: ids differ; names the text and both lists of ids.
+    UserError: ids differ (names the text and both lists of ids), or a text and
+      its continuation are longer than learned positions.
   """
   import torch
   import transformers
@@ -285,6 +291,9 @@ def _compare_texts(
       prompt = reader.ids.frame(prompt, ours.framing_side)
     rows.append(('encodes', text, prompt, tokenizer(text).input_ids))
   if model.can_generate():
+    lengths = collections.Counter({ours.prompt_side: len(prompt)})
+    lengths['decoder'] += _CONTINUED
+    model_config.check_positions(ours.model, lengths, 'leave out --with')
     options = {'max_new_tokens': _CONTINUED, 'do_sample': False, 'num_beams': 1}
     with torch.no_grad():
       theirs = model.generate(torch.tensor([prompt]), **options)[0].tolist()

@@ -79,6 +79,14 @@ def test_rows_beyond_the_positions_are_refused(tmp_path):
   message = 'rows have 64 tokens for the encoder, which has 34 learned'
   with pytest.raises(errors.UserError, match=message):
     tiny.call(train, *flags, source, f'--workdir={tmp_path / "run"}')
+  gpt2 = save('gpt2', tmp_path / 'gpt2')
+  verify = 'verify', gpt2, gpt2, '--with=transformers'
+  for flag, message in (
+    ('--length=64', '64 tokens for the decoder, which has 32 .* shorten --len'),
+    ('--length=24', 'tokens for the decoder, which has 32 .* leave out --with'),
+  ):
+    with pytest.raises(errors.UserError, match=message):
+      tiny.convert(*verify, flag)
 
 
 def test_masked_tokens_are_learnt_and_exported(tmp_path):
