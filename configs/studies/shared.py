@@ -333,7 +333,7 @@ def study(name, title, size, arms, sources=('base',), commands=(), **fields):
     sources: names of decoders.
     commands: further stages.
     **fields: further fields of the page; and `middles`, the middle rate by arm
-      where it is not 3e-3 on text, and 1e-3 in tuning.
+      where it is not 3e-3, or in tuning of other sizes than cpu 1e-3.
   """
   imports, trained, middles = [], [], fields.pop('middles', {})
   for source in sources:
@@ -553,8 +553,9 @@ def _rates(size, arms, middles):
   rates = []
   for arm in arms:
     if arm.rate == f'rate_{arm.name}':
-      # Answers and labels need lower rates than text.
-      middle = 1e-3 if 'data.source' in arm.changes else 3e-3
+      # Tuning needs lower rates than text, but at cpu (`tuning`).
+      is_tuned = 'data.source' in arm.changes
+      middle = 1e-3 if is_tuned and size.name != 'cpu' else 3e-3
       values = tuple(x * middles.get(arm.name, middle) for x in factors)
       rates.append(pages.Rate(arm.rate, arm.name, values))
   return tuple(rates)

@@ -163,14 +163,14 @@ class Power:
 def power(
   claim: pages.Claim,
   study: pages.Study,
-  architectures: Mapping[str, str],
+  origins: Mapping[str, tuple[str, bool]],
 ) -> Power | None:
   """Returns the power of a claim.
 
   Args:
     claim: the claim.
     study: its study.
-    architectures: architecture of trained models, by name.
+    origins: `variances.origin` of trained models, by name.
 
   Returns:
     None with a single seed, of a value of one arm, or without variances of
@@ -178,7 +178,7 @@ def power(
   """
   seeds, evaluation = study.planned_seeds(claim), study.evaluation_for(claim)
   page, name = study.origin(evaluation)
-  kind = variances.kind(map(architectures.get, claim.contrast))
+  kind = variances.kind(map(origins.get, claim.contrast))
   planned = variances.planned(
     configs.path('studies/variances.json'),
     f'{kind}/{name}/{claim.metric}',
@@ -277,8 +277,8 @@ def result(collected: Collected, claim: pages.Claim) -> Result:
         lower_is_better=score_tables.lower_is_better(metric),
       )
       trained = [x[0] for x in arms if 'made_by' not in x[0].summary]
-      kinds = {x.model: x.values.get('model.kind') for x in trained}
-      found = power(claim, study, kinds)
+      origins = {x.model: variances.origin(x.values) for x in trained}
+      found = power(claim, study, origins)
       notes = ['low power'] if found and found.is_low else []
       # A gain is that of its first two arms.
       leads = [lead(runs, metric, evaluation) for runs in arms[:2]]

@@ -25,7 +25,7 @@ from encdec_adapt.data.making import materialization
 from encdec_adapt.data.records import record_sets
 from encdec_adapt.evaluation.results import contrasts
 from encdec_adapt.files import atomic, hub, paths
-from encdec_adapt.lab import budgets, pages
+from encdec_adapt.lab import budgets, pages, variances
 from encdec_adapt.models import forward_flops
 from encdec_adapt.telemetry import compute_cost, environment
 from encdec_adapt.tokenizers import vocabulary_pair
@@ -113,10 +113,10 @@ def resolve(study: pages.Study) -> dict[str, Stage]:
   return {stage.name: stage for stage in ordered}
 
 
-def architectures(resolved: Mapping[str, Stage]) -> dict[str, str]:
-  """Returns the architecture of trained models, by the name of their arm."""
+def origins(resolved: Mapping[str, Stage]) -> dict[str, tuple[str, bool]]:
+  """Returns `variances.origin` of trained models, by the name of their arm."""
   trained = [x for x in resolved.values() if x.values]
-  return {x.model: x.values['model.kind'] for x in trained}
+  return {x.model: variances.origin(x.values) for x in trained}
 
 
 class _Resolver:

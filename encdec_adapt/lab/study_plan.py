@@ -233,7 +233,7 @@ def _models(
 
 
 def _claims(study: pages.Study, states: stage_states.States) -> list[str]:
-  lines, architectures = [], stages.architectures(states.stages)
+  lines, origins = [], stages.origins(states.stages)
   for claim in study.claims:
     level = claim_results.level(claim, study)
     count = study.planned_seeds(claim)
@@ -243,7 +243,7 @@ def _claims(study: pages.Study, states: stage_states.States) -> list[str]:
     )
     if count < 2:
       text = f'{count} seed: no interval over seeds, no verdict'
-    elif power := claim_results.power(claim, study, architectures):
+    elif power := claim_results.power(claim, study, origins):
       text = power.describe()
     mark = f'primary, level {level:.3g}' if claim.primary else 'no verdict'
     lines.append(f'{claim.sentence} ({mark}): {text}')

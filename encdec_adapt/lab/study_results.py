@@ -64,14 +64,14 @@ def write_variances(study: pages.Study, states: stage_states.States) -> str:
   Raises:
     UserError: no evaluation has two arms with two finished seeds.
   """
-  arms, architectures = {}, stages.architectures(states.stages)
+  arms, origins = {}, stages.origins(states.stages)
   for evaluation in study.evaluations:
     page, name = study.origin(evaluation)
     if page != study.name:
       continue  # That page writes its own.
     for metric in evaluation.metrics:
       runs = [
-        (architectures.get(model), _finite(states, evaluation, model, metric))
+        (origins.get(model), _finite(states, evaluation, model, metric))
         for model in study.measured(evaluation)
       ]
       most = max(len(x) for _, x in runs)

@@ -3,8 +3,9 @@
 `configs/studies/variances.json` maps 'KIND/EVALUATION/TASK/METRIC' to an entry
 per study: variances over seeds, over groups of examples and of the residual,
 for differences of two arms paired over both, with degrees of freedom. They are
-pooled over the contrasts of a kind: `alike` are those of two models of one
-architecture, `unlike` the others, which differ more from text to text.
+pooled over the contrasts of a kind: `unlike` are those of two architectures,
+which differ more from text to text, `alike_random` those of one where a model
+starts from random weights, which vary more from seed to seed, `alike` others.
 `python -m encdec_adapt.study --study=PAGE --variances` adds the entries of a
 page's results. A page is never planned with its own results.
 
@@ -49,9 +50,21 @@ class Components:
   groups: int
 
 
-def kind(architectures: Iterable[str | None]) -> str:
-  """Returns the kind of a contrast of models of these architectures."""
-  return 'alike' if len({*architectures}) == 1 else 'unlike'
+def origin(values: Mapping[str, Any]) -> tuple[str, bool]:
+  """Returns a model's architecture, and whether it starts from random weights.
+
+  Args:
+    values: its configuration of training, by key.
+  """
+  return values.get('model.kind', ''), values.get('init.mode') == 'random'
+
+
+def kind(origins: Iterable[tuple[str, bool] | None]) -> str:
+  """Returns the kind of a contrast of models, by `origin`; None is unknown."""
+  architectures, random = zip(*(x or ('', False) for x in origins), strict=True)
+  if len({*architectures}) > 1:
+    return 'unlike'
+  return 'alike_random' if any(random) else 'alike'
 
 
 def estimate(
@@ -136,16 +149,16 @@ def planned(
 def write(
   path: str | os.PathLike[str],
   study: str,
-  arms: Mapping[str, Sequence[tuple[str, contrasts.Arm]]],
+  arms: Mapping[str, Sequence[tuple[tuple[str, bool] | None, contrasts.Arm]]],
 ) -> None:
   """Replaces the entries of a study.
 
   Args:
     path: file of the variances; created if missing.
     study: name of the study.
-    arms: 'EVALUATION/TASK/METRIC' -> architecture and scores of its arms with
-      the same examples; see `estimate`. Metrics without per-example values get
-      no entry.
+    arms: 'EVALUATION/TASK/METRIC' -> `origin` and scores of its arms with the
+      same examples; see `estimate`. Metrics without per-example values get no
+      entry.
   """
   content = _read(path)
   for entries in content.values():

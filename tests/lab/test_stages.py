@@ -208,11 +208,12 @@ def test_a_rate_chosen_by_another_metric_is_another(page):
     dataclasses.replace(page, rates=(other,))
 
 
-def test_architectures_are_those_of_trained_models():
+def test_origins_are_those_of_trained_models():
   resolved = stages.resolve(study.load('tuning:size=smoke'))
-  kinds = stages.architectures(resolved)
-  assert kinds['adapted_tuned'] == 'encoder_decoder'
-  assert kinds['base_tuned'] == 'decoder_only'
+  origins = stages.origins(resolved)
+  assert origins['adapted_tuned'] == ('encoder_decoder', False)
+  assert origins['base_tuned'] == ('decoder_only', False)
+  assert origins['scratch'] == ('encoder_decoder', True)
 
 
 def test_an_edit_of_the_text_runs_everything(page, tmp_path):

@@ -52,7 +52,8 @@ def test_a_file_of_studies(tmp_path):
   far = [
     dataclasses.replace(x, scores=np.roll(x.scores, 1).tolist()) for x in pair
   ]
-  arms = [('decoder_only', x) for x in decoders] + [('encoder_decoder', far)]
+  arms = [(('decoder_only', False), x) for x in decoders]
+  arms.append((('encoder_decoder', False), far))
   for study in ('encoder', 'wang', 'encoder'):
     variances.write(path, study, {'text/held_out/loss': arms})
   content = json.loads(path.read_text())
@@ -68,7 +69,10 @@ def test_a_file_of_studies(tmp_path):
   del content[alike]['encoder']
   path.write_text(json.dumps(content))
   assert variances.planned(path, alike, 'wang') is None
-  assert variances.kind(['decoder_only', None]) == 'unlike'
+  adapted, random = ('encoder_decoder', False), ('encoder_decoder', True)
+  assert variances.kind([adapted, adapted]) == 'alike'
+  assert variances.kind([adapted, random]) == 'alike_random'
+  assert variances.kind([adapted, None]) == 'unlike'
 
 
 def test_few_degrees_of_freedom_have_upper_bounds(tmp_path):
