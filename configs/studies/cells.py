@@ -59,7 +59,7 @@ def cell(size, name):
 def prefixes(size, models):
   """Returns the command and the evaluation of models on held-out prefixes.
 
-  A row is as long as the windows that all cells are trained on.
+  A row is as long as the windows that prefix cells are trained on.
   """
   keys = 'data.encoder_length', 'data.decoder_length'
   changes = dict.fromkeys(keys, shape(size)[0] // 2)

@@ -7,7 +7,7 @@ parameters, on beginnings of functions (configs/functions.py), post-trains them
 in every way of configs/post_training.md, and measures what each is worth on
 functions of held-out modules, and its price: `kl` is that of a model's samples
 from the model that it began as. Modules are the groups of the intervals; those
-of the development part, a third, are left to choices of settings. `cpu` has
+of the development part, 10 of 27, are left to choices of settings. `cpu` has
 eight seeds, `quick` one and the learning rates of `ARMS`, `smoke` is for tests.
 
 At cpu every arm chooses its learning rate: policies by their reward on prompts
@@ -129,7 +129,7 @@ SIZES = {
   # Two steps choose nothing.
   'smoke': Size(1, 2, 48, 8, 8, 0),
   'quick': Size(1, 40, 768, 128, 16, 64),
-  'cpu': Size(8, 40, 1536, 256, 16, 64, (1 / 3, 1.0, 3.0)),
+  'cpu': Size(8, 40, 1536, 180, 16, 64, (1 / 3, 1.0, 3.0)),
 }
 
 

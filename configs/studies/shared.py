@@ -60,7 +60,7 @@ TUNED = {
 # Floors of evaluations with other metrics than the loss.
 FLOORS = {
   pages.LOSS: 'held_out/loss_shuffled_prefix',
-  'held_out/accuracy': 'held_out/majority',
+  'held_out/accuracy': pages.MAJORITY,
 }
 # Source of a claim that no paper makes.
 OURS = 'a question of ours'
@@ -500,7 +500,9 @@ def records(name, config, changes):
   return pages.Command(name, 'materialize', (f'--config={config}', *flags))
 
 
-def labelled(size, arm, rate, kind='encoder_only', books='', decoder='base'):
+def labelled(
+  size, arm, rate, kind='encoder_only', books='', decoder='base', steps=40
+):
   """Returns the classifier that a stack of an arm is tuned to be.
 
   Args:
@@ -511,6 +513,7 @@ def labelled(size, arm, rate, kind='encoder_only', books='', decoder='base'):
     books: glob of texts, of which it tells passages apart; '' for packages of
       Python's text.
     decoder: the decoder of its stack's shape.
+    steps: number of steps on packages.
   """
   names, source, module = packages.PACKAGES, 'packages', 'packages'
   if books:
@@ -525,11 +528,12 @@ def labelled(size, arm, rate, kind='encoder_only', books='', decoder='base'):
     'data.objective': f'classify:labels={labels},too_long=truncate',
     'data.encoder_length': 128,
     'data.decoder_length': 0,
-    'data.eval_fraction': 0.2,
-    'data.eval_rows': 4096 if books else 256,
+    # A module is a group of rows, a third of them for the development part.
+    'data.eval_fraction': 0.2 if books else 0.35,
+    'data.eval_rows': 4096 if books else 512,
     'train.batch_size': max(32, size.batch),
   }
-  name, steps = f'{arm.name}_labels', 200 if books else 40
+  name, steps = f'{arm.name}_labels', 200 if books else steps
   steps = 2 if size.name == 'smoke' else steps
   config = size.config(decoder)
   starts = {'init.encoder': arm.name}

@@ -306,7 +306,7 @@ def lead(
     The mean over the runs, better is positive; 0 if its 95 % interval holds 0;
     None for a metric without a floor here.
   """
-  floor = evaluation.floors.get(metric)
+  floor = floor_name = evaluation.floors.get(metric)
   arms = [[reported(run, metric, evaluation) for run in runs]]
   if isinstance(floor, str):
     others = [run.score(floor, evaluation) for run in runs]
@@ -314,9 +314,11 @@ def lead(
       return None
     floor = others[0].value
     if others[0].scores:  # On the same examples.
-      name = evaluation.floors[metric]
-      others = [reported(run, name, evaluation) for run in runs]
-      arms, floor = [others, *arms], 0.0
+      others = [reported(run, floor_name, evaluation) for run in runs]
+      if floor_name == pages.MAJORITY:
+        floor = others[0].value
+      else:
+        arms, floor = [others, *arms], 0.0
   if floor is None:
     return None
   x = interval(arms)

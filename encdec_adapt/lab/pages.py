@@ -23,6 +23,8 @@ DIRECTIONS = ('greater', 'less', 'equal', 'no better')
 # Most claims with a verdict: more would widen the intervals.
 MOST_PRIMARY = 5
 LOSS = 'held_out/loss'
+# Share of the most frequent label, a floor that is the same for all models.
+MAJORITY = 'held_out/majority'
 # Metric of a sweep of the learning rate -> key of its values in rates.json.
 RATE_METRICS = {'loss': 'losses', 'reward': 'rewards'}
 _NAME = re.compile(r'\w[\w.-]*')

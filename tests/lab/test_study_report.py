@@ -10,7 +10,7 @@ import pytest
 
 from encdec_adapt.base import errors
 from encdec_adapt.data.sources import document_source
-from encdec_adapt.evaluation.results import results_store
+from encdec_adapt.evaluation.results import contrasts, results_store
 from encdec_adapt.files import paths
 from encdec_adapt.lab import (
   claim_results,
@@ -273,6 +273,28 @@ def test_the_most_frequent_label_is_a_floor():
   assert task.outcome == (
     'not learned at 2.35 M parameters: ahead of the floor by at most 0'
   )
+
+
+def test_the_most_frequent_label_is_one_number():
+  # A module has one label: right or wrong for all of its pieces.
+  names = [f'{i}.py' for i in range(24) for _ in range(4)]
+  weights = np.ones(len(names))
+  majority = np.repeat(np.arange(24) % 2 == 0, 4).astype(float)
+  right = np.tile([1.0, 1.0, 0.0, 1.0], 24)
+  scores = [
+    results_store.ratio_score('held_out', name, x, weights, names)
+    for name, x in (('majority', majority), ('accuracy', right))
+  ]
+  study = _study()
+  (evaluation,) = study.evaluations
+  evaluation = dataclasses.replace(
+    evaluation, floors={'held_out/accuracy': pages.MAJORITY}
+  )
+  run = next(x for x in _collected(study).runs if x.model == 'adapted')
+  run = dataclasses.replace(run, scores={evaluation.name: scores})
+  floor = contrasts.reported(scores[0]).value
+  lead = claim_results.lead([run] * 3, 'held_out/accuracy', evaluation)
+  assert lead == pytest.approx(0.75 - floor) and 0 < floor < 0.75
 
 
 def test_chance_is_a_floor():
