@@ -530,7 +530,7 @@ def labelled(
     'data.decoder_length': 0,
     # A module is a group of rows, a third of them for the development part.
     'data.eval_fraction': 0.2 if books else 0.35,
-    'data.eval_rows': 4096 if books else 512,
+    'data.eval_rows': 4096 if books else 384,
     'train.batch_size': max(32, size.batch),
   }
   name, steps = f'{arm.name}_labels', 200 if books else steps
