@@ -12,10 +12,11 @@ paper's K = 1000 and 5000 are .5 and 2.6 % of its steps.
 All pairs have the same decoder and teacher; the unbalanced pair a larger
 encoder, as in the paper.
 
-Not controlled: the pair behind a closed gain shares the rate of copied, at cpu
-unbalanced pairs that of warmup_1; fresh cross-attention of a balanced pair has
-no steps of its own. The paper's K was tried with UL2 and without a teacher;
-here all arms have PrefixLM and a teacher. `cpu` takes an hour on two cores.
+Not controlled: the unbalanced pair has more parameters; the pair behind a
+closed gain shares the rate of copied, at cpu unbalanced pairs that of warmup_1;
+fresh cross-attention of a balanced pair has no steps of its own. The paper's K
+was tried with UL2 and without a teacher; here all arms have PrefixLM and a
+teacher. `cpu` takes an hour on two cores.
 """
 
 from encdec_adapt.configs.studies import shared

@@ -12,7 +12,7 @@ Not controlled: at equal rows UL2 has other numbers of targets than PrefixLM,
 which trains on such text as is held out. Pairs that no primary claim names
 share the learning rates of prefix_taught, before and after tuning and as
 classifiers. Mixed arms have no teacher, as what they are compared with. Labels
-are of pieces of 17 modules, which show differences of 7 points at best. At cpu
+are of a few hundred pieces, which show differences of 7 points at best. At cpu
 pairs train for so few steps that they are still behind their source on text.
 """
 

@@ -48,6 +48,7 @@ def get_study(arg=None):
     'Passages one by one, or as one input',
     size,
     (adapted, *arms),
+    # Those of the stored runs.
     middles={x.name: 1e-3 for x in arms},
     evaluations=(
       shared.measured('answers', 'passages', arms, metrics=_METRICS),

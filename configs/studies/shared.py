@@ -332,8 +332,8 @@ def study(name, title, size, arms, sources=('base',), commands=(), **fields):
     arms: the arms.
     sources: names of decoders.
     commands: further stages.
-    **fields: further fields of the page; and `middles`, the middle rate by arm
-      where it is not 3e-3, or in tuning of other sizes than cpu 1e-3.
+    **fields: further fields of the page; and `middles`, the middle rate by arm:
+      by default 3e-3, in tuning of other sizes than cpu 1e-3.
   """
   imports, trained, middles = [], [], fields.pop('middles', {})
   for source in sources:

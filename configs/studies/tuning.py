@@ -61,6 +61,7 @@ def get_study(arg=None):
       shared.measured('prompted', 'adapted_prompted', [prompted]),
       *floors,
     ),
+    # Those of the stored runs.
     middles={x.name: 1e-3 for x in (base, prefix, *tuned)},
     claims=CLAIMS,
     note=shared.note(__doc__),

@@ -292,7 +292,7 @@ def _compare_texts(
     rows.append(('encodes', text, prompt, tokenizer(text).input_ids))
   if model.can_generate():
     lengths = collections.Counter({ours.prompt_side: len(prompt)})
-    lengths['decoder'] += _CONTINUED
+    lengths['decoder'] += _CONTINUED - 1  # The last token is not read.
     model_config.check_positions(ours.model, lengths, 'leave out --with')
     options = {'max_new_tokens': _CONTINUED, 'do_sample': False, 'num_beams': 1}
     with torch.no_grad():

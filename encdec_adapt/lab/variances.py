@@ -51,7 +51,7 @@ class Components:
 
 
 def origin(values: Mapping[str, Any]) -> tuple[str, bool]:
-  """Returns a model's architecture, and whether it starts from random weights.
+  """Returns a model's architecture, and whether its run began at random.
 
   Args:
     values: its configuration of training, by key.
@@ -75,8 +75,7 @@ def estimate(
   The estimate uses the examples of reports (`contrasts.reported`).
 
   Args:
-    compared: at least one pair of arms, with at least two seeds each; all
-      pairs of some arms.
+    compared: at least one pair of arms, with at least two seeds each.
 
   Raises:
     UserError: the arms differ in their examples or numbers of seeds.
@@ -87,10 +86,16 @@ def estimate(
     )
     for pair in compared
   ]
-  # With k arms, the mean over all pairs is twice the mean square of the
+  # The mean over all pairs of k arms is twice the mean square of the
   # interaction with arms, with k - 1 times the degrees of freedom of a pair.
-  count = len({id(arm) for pair in compared for arm in pair})
-  freedoms = tuple(x * (count - 1) for x in pairs[0].freedoms)
+  connected: list[set[int]] = []
+  for pair in compared:
+    joined = {*map(id, pair)}
+    met = [x for x in connected if x & joined]
+    connected = [x for x in connected if x not in met]
+    connected.append(joined.union(*met))
+  count = sum(len(x) - 1 for x in connected)
+  freedoms = tuple(x * count for x in pairs[0].freedoms)
   seeds, groups = pairs[0].seeds, pairs[0].groups
   of_seeds, of_groups, residual = (
     float(np.mean([getattr(x, name) for x in pairs]))
@@ -166,9 +171,9 @@ def write(
   for metric, scored in arms.items():
     by_kind: dict[str, list[Any]] = {}
     for pair in itertools.combinations(scored, 2):
-      names, scores = zip(*pair, strict=True)
+      origins, scores = zip(*pair, strict=True)
       if scores[0][0].scores:
-        by_kind.setdefault(kind(names), []).append(scores)
+        by_kind.setdefault(kind(origins), []).append(scores)
     for name, compared in by_kind.items():
       components = dataclasses.asdict(estimate(compared))
       content.setdefault(f'{name}/{metric}', {})[study] = components

@@ -168,7 +168,7 @@ def test_claims_of_the_picture_are_primary():
       (_,) = (
         x
         for x in _page(name).claims
-        if x.primary and x.contrast == contrast and paper in x.source
+        if x.primary and x.contrast == contrast and x.source.startswith(paper)
       )
 
 
