@@ -43,6 +43,9 @@ def test_known_variances_are_found():
     want, rel=0.3
   )
   assert found.residual == pytest.approx(want[2], rel=0.05)
+  # Two pairs without a common arm have twice the freedoms of one.
+  a, b, c, d = _arms(4, 3, 30)
+  assert variances.estimate([(a, b), (c, d)]).freedoms == (4, 58, 116)
 
 
 def test_a_file_of_studies(tmp_path):
