@@ -10,8 +10,8 @@ learning rate of its own, at each length.
 
 Not controlled: the encoder with more key/value heads has more parameters (the
 shapes of gpu have as many already, so that it is left out there). At cpu, the
-longer runs are a twelfth of the source's training. `cpu` takes an hour and a
-half on two cores.
+longer runs are a twelfth of the source's training. `cpu` takes an hour on two
+quiet cores with --jobs=2.
 """
 
 import dataclasses
