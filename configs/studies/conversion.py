@@ -19,9 +19,7 @@ Not controlled: ed_to_cd, `ul2r` and `continued` have as many steps as their
 sources, `ul2r` fewer tokens in the loss; UL2R's paper has a cosine decay.
 `continued` reads the rows of its source again, `ul2r` others of the text; both
 share the rate of nc_a. UL2R's paper has tasks, so that its loss on prefixes has
-no verdict.
-`cpu` takes an hour and a half on
-two quiet cores.
+no verdict. `cpu` takes about an hour and a half on two quiet cores.
 """
 
 import dataclasses

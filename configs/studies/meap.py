@@ -5,11 +5,11 @@
 Decoders predict the next token, plainly and with 15 % of what they read masked
 (MEAP), and look for needles in texts that are shorter than their rows. They
 start from random weights, at cpu from the base decoder: one from random weights
-finds needles by chance alone. The attention of the masked one is compared on
-the same text as it is and with masks. The base decoder is tuned on look-ups,
-without masks and for as many updates with masked copies in rows of their own
-(tuned_separate). So is a pair adapted from it, with masks in its inputs. `gpu`
-adds shares and spans.
+finds needles by chance alone. The attention of the model that was trained with
+masks is compared on the same text as it is and with masks. The base decoder is
+tuned on look-ups, without masks and for as many updates with masked copies in
+rows of their own (tuned_separate). So is a pair adapted from it, with masks in
+its inputs. `gpu` adds shares and spans.
 
 Not controlled: at cpu masks are in the last .8M of 6.9M tokens; copies take the
 place of other questions; masked tunings share the learning rate of those

@@ -90,9 +90,15 @@ def _labelled(size, arm):
   is_causal = MODELS[arm.name][0] == 'decoder_only'
   kind = 'decoder_only' if is_causal else 'encoder_only'
   rate = f'rate_{"causal" if is_causal else "masked"}_labels'
-  text = size.books, _decoder(size)
-  # Models of random weights learn labels later.
-  return shared.labelled(size, arm, rate, kind, *text, steps=120)
+  return shared.labelled(
+    size,
+    arm,
+    rate,
+    kind,
+    size.books,
+    _decoder(size),
+    steps=120,  # Models from random weights learn labels later.
+  )
 
 
 def _decoder(size):

@@ -77,64 +77,61 @@ CHANCE = {'continuation/acc': 0.25}
 RANKED = {'metric': 'continuation/acc', 'direction': 'greater'}
 RANKED |= {'smallest': 0.05, 'reason': 'ten of 200 questions'}
 TABLE = f'{shared.WANG}, Table 8'
-CLAIMS = tuple(
-  shared.claim(contrast, text, source, paper, **fields)
-  for contrast, text, source, paper, fields in (
-    (
-      ('ed_plm', 'cd_flm'),
-      'Before tuning, a causal decoder (FLM) is ahead of a pair (PLM).',
-      TABLE,
-      'EAI / T0: 44.2 / 42.4 against 39.9 / 41.7',
-      {'primary': True},
-    ),
-    (
-      ('nd_plm', 'cd_flm'),
-      'Before tuning, a causal decoder (FLM) is ahead of a prefix one (PLM).',
-      TABLE,
-      'EAI / T0: 44.2 / 42.4 against 43.5 / 41.8',
-      {'primary': True},
-    ),
-    (
-      ('nd_plm', 'nd_mlm'),
-      'Before tuning, a prefix decoder (MLM) is behind a prefix decoder (PLM).',
-      TABLE,
-      'EAI at 84B: 37.7 against 42.2',
-      {'primary': True, 'direction': 'greater'},
-    ),
-    (
-      ('cd_flm_tuned', 'ed_mlm_tuned'),
-      'After tuning, a pair (MLM) is ahead of CD (FLM) on a task unseen in it.',
-      TABLE,
-      'EAI / T0: 51.3 / 60.6 against 50.4 / 51.4',
-      {'primary': True, **RANKED},
-    ),
-    (
-      ('cd_flm_tuned', 'nd_mlm_tuned'),
-      'After tuning, a prefix decoder (MLM) is ahead of it there, too.',
-      TABLE,
-      'EAI / T0: 51.0 / 55.2 against 50.4 / 51.4',
-      {'primary': True, **RANKED},
-    ),
-    (
-      ('cd_flm_tuned_dry', 'cd_flm_tuned'),
-      'Dropout in tuning lowers the loss of a causal decoder (FLM).',
-      TABLE,
-      'section 2.3: "helps", no numbers',
-      shared.TUNED,
-    ),
-    (
-      ('cd_flm_tuned', 'as_nd_tuned'),
-      'Tuning a causal decoder (FLM) as a prefix decoder is as good.',
-      TABLE,
-      'EAI / T0: 52.3 / 52.0 against 51.3 / 52.1',
-      {'direction': 'equal', **shared.TUNED},
-    ),
-    (
-      ('ed_mlm', 't5_mlm'),
-      "A pair with T5's block is as good as one with Gemma 2's.",
-      shared.OURS,
-      'the paper has the first alone',
-      {'direction': 'equal', 'paired': True},
-    ),
-  )
+CLAIMS = shared.claims(
+  (
+    ('ed_plm', 'cd_flm'),
+    'Before tuning, a causal decoder (FLM) is ahead of a pair (PLM).',
+    TABLE,
+    'EAI / T0: 44.2 / 42.4 against 39.9 / 41.7',
+    {'primary': True},
+  ),
+  (
+    ('nd_plm', 'cd_flm'),
+    'Before tuning, a causal decoder (FLM) is ahead of a prefix one (PLM).',
+    TABLE,
+    'EAI / T0: 44.2 / 42.4 against 43.5 / 41.8',
+    {'primary': True},
+  ),
+  (
+    ('nd_plm', 'nd_mlm'),
+    'Before tuning, a prefix decoder (MLM) is behind a prefix decoder (PLM).',
+    TABLE,
+    'EAI at 84B: 37.7 against 42.2',
+    {'primary': True, 'direction': 'greater'},
+  ),
+  (
+    ('cd_flm_tuned', 'ed_mlm_tuned'),
+    'After tuning, a pair (MLM) is ahead of CD (FLM) on a task unseen in it.',
+    TABLE,
+    'EAI / T0: 51.3 / 60.6 against 50.4 / 51.4',
+    {'primary': True, **RANKED},
+  ),
+  (
+    ('cd_flm_tuned', 'nd_mlm_tuned'),
+    'After tuning, a prefix decoder (MLM) is ahead of it there, too.',
+    TABLE,
+    'EAI / T0: 51.0 / 55.2 against 50.4 / 51.4',
+    {'primary': True, **RANKED},
+  ),
+  (
+    ('cd_flm_tuned_dry', 'cd_flm_tuned'),
+    'Dropout in tuning lowers the loss of a causal decoder (FLM).',
+    TABLE,
+    'section 2.3: "helps", no numbers',
+    shared.TUNED,
+  ),
+  (
+    ('cd_flm_tuned', 'as_nd_tuned'),
+    'Tuning a causal decoder (FLM) as a prefix decoder is as good.',
+    TABLE,
+    'EAI / T0: 52.3 / 52.0 against 51.3 / 52.1',
+    {'direction': 'equal', **shared.TUNED},
+  ),
+  (
+    ('ed_mlm', 't5_mlm'),
+    "A pair with T5's block is as good as one with Gemma 2's.",
+    shared.OURS,
+    'the paper has the first alone',
+    {'direction': 'equal', 'paired': True},
+  ),
 )

@@ -54,7 +54,8 @@ def origin(values: Mapping[str, Any]) -> tuple[str, bool]:
   """Returns a model's architecture, and whether its run began at random.
 
   Args:
-    values: its configuration of training, by key.
+    values: configuration of the run by key; without keys of training for a
+      model that was imported.
   """
   return values.get('model.kind', ''), values.get('init.mode') == 'random'
 
@@ -80,6 +81,8 @@ def estimate(
   Raises:
     UserError: the arms differ in their examples or numbers of seeds.
   """
+  from scipy.cluster import hierarchy
+
   pairs = [
     crossed_intervals.mean_squares(
       *contrasts.sums([[*map(contrasts.reported, arm)] for arm in pair])
@@ -88,13 +91,10 @@ def estimate(
   ]
   # The mean over all pairs of k arms is twice the mean square of the
   # interaction with arms, with k - 1 times the degrees of freedom of a pair.
-  connected: list[set[int]] = []
-  for pair in compared:
-    joined = {*map(id, pair)}
-    met = [x for x in connected if x & joined]
-    connected = [x for x in connected if x not in met]
-    connected.append(joined.union(*met))
-  count = sum(len(x) - 1 for x in connected)
+  arms = hierarchy.DisjointSet(id(arm) for pair in compared for arm in pair)
+  for a, b in compared:
+    arms.merge(id(a), id(b))
+  count = len(arms) - arms.n_subsets
   freedoms = tuple(x * count for x in pairs[0].freedoms)
   seeds, groups = pairs[0].seeds, pairs[0].groups
   of_seeds, of_groups, residual = (
