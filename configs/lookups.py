@@ -1,4 +1,4 @@
-"""The source `lookups`: questions on tables of names and their descriptions.
+"""The sources `lookups` and `documents`: questions on tables, and on documents.
 
     config.data.source = 'lookups'  # or 'lookups:length=short,table=none'
     config.data.seqio_modules = ('encdec_adapt.configs.lookups',)
@@ -17,6 +17,10 @@ is asked for: what models answer then are floors. `table=rows` has the rows as
 passages (objective `passages`). Every docstring is in one table; all four
 questions on a table are on the same side of the split.
 
+`documents` asks for one of six facts, as `--retrieval` does of 10 and 20: each
+is the code of a thing, and a passage of its own without text around it. Codes
+are drawn for every question, so that only its documents have the answer.
+
 This module imports neither TensorFlow nor SeqIO nor jax.
 """
 
@@ -27,14 +31,19 @@ import json
 import textwrap
 import warnings
 
+import numpy as np
+
 from encdec_adapt.base import option_strings
 from encdec_adapt.data.sources import document_source, python_source
+from encdec_adapt.evaluation.tasks import retrieval_tasks
 from encdec_adapt.objectives import randomness
 
 # Shortest and longest description, in characters.
 _LENGTHS = {'long': (180, 240), 'short': (90, 120), 'shorter': (60, 80)}
 _ROWS = 4  # Rows of a table.
 _TABLES = 'all', 'asked', 'none', 'rows'
+_QUESTIONS = 12_000  # Of `documents`.
+_DOCUMENTS = 6  # Of a question.
 _NODES = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -116,3 +125,33 @@ def _described(
       text = textwrap.shorten(text, longest, placeholder='')
       if len(text) >= shortest:
         yield node.name, document_source.encodable(text)
+
+
+@document_source.register('documents')
+class DocumentsSource(document_source.Source):
+  """`documents`: a question on one of six facts, the answer, the facts."""
+
+  form = 'documents'
+  document_kind = 'pairs'
+
+  def entries(
+    self, shard_index: int = 0, num_shards: int = 1
+  ) -> Iterator[document_source.Entry]:
+    """Yields every n-th question."""
+    entries = (
+      (str(i), functools.partial(_question, i)) for i in range(_QUESTIONS)
+    )
+    return self._every(entries, shard_index, num_shards)
+
+  def _content(self) -> Iterator[object]:
+    yield _question(0)
+
+
+def _question(number: int) -> str:
+  """Returns JSON of (a question, answer, six facts as passages)."""
+  rng = np.random.default_rng(number)
+  things, codes = (x[:_DOCUMENTS] for x in retrieval_tasks.draw(rng))
+  asked = rng.integers(_DOCUMENTS)
+  facts = [*map(retrieval_tasks.fact, things, codes)]
+  question = f'What is the code of the {things[asked]}?'
+  return json.dumps([question, codes[asked], {'documents': facts}])

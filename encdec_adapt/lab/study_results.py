@@ -421,7 +421,7 @@ def _curve(
   ends = [x.removesuffix('_at_step_0') for x in summary if 'at_step_0' in x]
   names = {'step', 'target_tokens', 'loss'}
   names |= {x.removeprefix('eval_') for x in ends}
-  curve = {name: [line[name] for line in evals] for name in names}
+  curve = {name: [line[name] for line in evals] for name in sorted(names)}
   if evals:
     sources = summary['inclusive']['flops'] - summary['flops']
     step = summary['flops'] / max(summary['steps'], 1)

@@ -40,7 +40,6 @@ _EXAMPLES = 20  # Examples of a task by default.
 # Maximum characters of the text: examples differ in their start position, and
 # more text would only take longer to encode.
 _CHARACTERS = 1 << 20
-_FACT = ' The code of the {} is {}.\n'
 # Enough for the 20 facts of the largest task, each about a different thing.
 _THINGS = (
   'anchor basket bridge bottle candle carpet castle circle clock cloud'
@@ -130,11 +129,7 @@ class Retrieval:
   ) -> Example:
     """Builds an example in `text`, tokens from a random position."""
     kind, *arguments = task.split('/')
-    things = rng.permutation(_THINGS).tolist()
-    # Codes share no parts: `rouge1` would reward a wrong code. All parts have
-    # two digits, so choices have equal length.
-    parts = (10 + rng.permutation(90)).reshape(-1, 3).tolist()
-    codes = ['-'.join(map(str, part)) for part in parts]
+    things, codes = draw(rng)
     values, count, choices = codes, 1, codes[:4]
     if kind == 'chain':
       values = [*(f'that of the {thing}' for thing in things[1:3]), *codes]
@@ -144,7 +139,7 @@ class Retrieval:
       count, orders = 3, ((0, 1, 2), (1, 2, 0), (2, 0, 1), (1, 0, 2))
       choices = [_list([codes[i] for i in order]) for order in orders]
     facts = [
-      reader.encode(_FACT.format(things[i], values[i]))
+      reader.encode(f' {fact(things[i], values[i])}\n')
       for i in range(FACTS[kind])
     ]
     if kind.startswith('documents'):
@@ -191,6 +186,20 @@ def read(source: str, lengths: str, limit: int | None = None) -> Retrieval:
   if not text.strip():
     raise errors.UserError(f'--retrieval={source} is empty; give some text.')
   return Retrieval(text, sorted(tokens), limit or _EXAMPLES)
+
+
+def draw(rng: np.random.Generator) -> tuple[list[str], list[str]]:
+  """Returns things, each once, and more codes than any example needs."""
+  things = rng.permutation(_THINGS).tolist()
+  # Codes share no parts: `rouge1` would reward a wrong code. All parts have two
+  # digits, so choices have equal length.
+  parts = (10 + rng.permutation(90)).reshape(-1, 3).tolist()
+  return things, ['-'.join(map(str, part)) for part in parts]
+
+
+def fact(thing: str, value: str) -> str:
+  """Returns the sentence that assigns a code, or that of another thing."""
+  return f'The code of the {thing} is {value}.'
 
 
 def hide(

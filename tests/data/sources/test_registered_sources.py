@@ -1,4 +1,4 @@
-"""Sources that a user's module registers: `configs.lookups`."""
+"""Sources that a user's module registers: those of `configs.lookups`."""
 
 import collections
 import json
@@ -83,3 +83,20 @@ def test_a_floor_has_the_questions_without_the_rest_of_the_table(table):
     row = f'{question.removeprefix("What is ").removesuffix("?")}: {answer}'
     rows = [row] if table == 'asked' else []
     assert shown.splitlines() == [*rows, question]
+
+
+def test_a_question_on_documents_asks_for_the_fact_of_one_of_them():
+  source = text_sources.open_source('documents', 0, MODULE)
+  documents = list(source.documents())
+  positions, answers = collections.Counter(), []
+  for document in documents:
+    question, code, fields = json.loads(document.text)
+    thing = question.removeprefix('What is the code of ').removesuffix('?')
+    facts = fields['documents']
+    assert len(set(facts)) == 6
+    positions[facts.index(f'The code of {thing} is {code}.')] += 1
+    answers.append(code)
+  assert len(documents) == 12_000 and min(positions.values()) > 1800
+  assert collections.Counter(answers).most_common(1)[0][1] < 5
+  shard = [d.id for d in source.documents(shard_index=1, num_shards=3)]
+  assert shard == [d.id for d in documents[1::3]]
