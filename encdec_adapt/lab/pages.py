@@ -25,6 +25,8 @@ MOST_PRIMARY = 5
 LOSS = 'held_out/loss'
 # Share of the most frequent label, a floor that is the same for all models.
 MAJORITY = 'held_out/majority'
+# Records of an evaluation that are each model's own.
+OWN = 'own'
 # Metric of a sweep of the learning rate -> key of its values in rates.json.
 RATE_METRICS = {'loss': 'losses', 'reward': 'rewards'}
 _NAME = re.compile(r'\w[\w.-]*')
@@ -179,7 +181,8 @@ class Evaluation:
     arguments: flags besides --checkpoint and --output; of `evaluate` also
       --cost= unless given.
     metrics: measured 'TASK/METRIC', as named by claims.
-    records: arm of the held-out records; '' for none.
+    records: arm of the held-out records; OWN for the model's own, of the same
+      examples in each; '' for none.
     models: arms and commands to evaluate; () for all arms.
     all_seeds: whether to evaluate every seed of a model, or only the first.
     seconds: expected time per model on two cores.
@@ -291,7 +294,8 @@ class Study:
       if not evaluation.metrics:
         raise self.error(f'evaluation {evaluation.name} names no metric')
       self._require(evaluation.models, f'evaluation {evaluation.name} is of')
-      records = [evaluation.records] if evaluation.records else []
+      is_named = evaluation.records not in ('', OWN)
+      records = [evaluation.records] if is_named else []
       text = f'evaluation {evaluation.name} reads records of'
       self._require(records, text, self.arms)
     for name, arms in self.best_of.items():

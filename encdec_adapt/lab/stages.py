@@ -160,9 +160,6 @@ class _Resolver:
     has_cost = any(flag.startswith('--cost') for flag in flags)
     if evaluation.module == 'evaluate' and not has_cost:
       flags.append('--cost=')
-    if evaluation.records:
-      records = self._records(self._items[evaluation.records])
-      flags.append(f'--records={{{records.name}}}/eval')
     needles = [
       int(length)
       for flag in flags
@@ -170,9 +167,11 @@ class _Resolver:
       for length in flag.partition('=')[2].split(',')
     ]
     for model in evaluation.models or [arm.name for arm in self.study.arms]:
-      lengths = list(needles)
+      reads, lengths = list(flags), list(needles)
       if evaluation.records:
-        spec = self._config(self._items[evaluation.records])[0].data.evaluation
+        arm = self._read(evaluation, model)
+        reads.append(f'--records={{{self._records(arm).name}}}/eval')
+        spec = self._config(arm)[0].data.evaluation
         lengths.append(self._longest(spec, self._items[model]))
       seeds = self.study.seeds_of(model) or (None,)
       for seed in seeds if evaluation.all_seeds else seeds[:1]:
@@ -180,7 +179,7 @@ class _Resolver:
         item = pages.Command(
           name,
           evaluation.module,
-          (*flags, f'--checkpoint={{{model}}}', f'--output={{{name}}}'),
+          (*reads, f'--checkpoint={{{model}}}', f'--output={{{name}}}'),
           seconds=evaluation.seconds,
         )
         self.stages[name] = dataclasses.replace(
@@ -193,13 +192,18 @@ class _Resolver:
         limit = self.stage(model, seed).longest
         contrasts.check_length(title, max(lengths, default=0), limit)
 
+  def _read(self, evaluation: pages.Evaluation, model: str) -> pages.Arm:
+    """Returns the arm whose records a model is measured on."""
+    is_own = evaluation.records == pages.OWN
+    return self._items[model if is_own else evaluation.records]
+
   def _evaluation_flops(
     self, evaluation: pages.Evaluation, model: str
   ) -> float:
     arm = self._items[model]
     if not (evaluation.records and isinstance(arm, pages.Arm)):
       return 0.0
-    settings, _ = self._config(self._items[evaluation.records])
+    settings, _ = self._config(self._read(evaluation, model))
     lengths, data = settings.data.evaluation.lengths, settings.data
     sizes = lengths.encoder, lengths.decoder, lengths.teacher
     shape = self._config(arm)[0].model

@@ -9,8 +9,7 @@ the question, as `question: QUESTION title: TITLE context: TEXT`, and without
 the other passages (`ops.passage_segments`). A passage is a text, or an object
 with `text` and optionally `title`. Its end is cut to the option `length`,
 tokens with framing (250 as in the paper, section 4); the question never is.
-With the option `joined`, for comparisons, the encoder reads the same inputs as
-one text. `too_long` is of answers; passages that do not fit are an error.
+`too_long` is of answers; passages that do not fit are an error.
 
 The inputs of an example are its framed passages in order, so that the token
 which frames inputs separates them, without its first and last edge.
@@ -44,21 +43,18 @@ class Passages(supervised.Supervised):
     'length': example_maker.Option(
       int, 'length=TOKENS, at least 8', lambda value: value >= 8
     ),
-    'joined': example_maker.Option(lambda text: True, 'joined'),
   }
   teacher_reads = ''
 
   @classmethod
   def rows(cls, options):
-    length = 0 if options.get('joined') else options['length']
     check = functools.partial(framing.check_framing, passages=True)
-    return row_fields.RowFields('passages', check=check, passages=length)
+    return row_fields.RowFields(
+      'passages', check=check, passages=options['length']
+    )
 
-  def __init__(
-    self, name, lengths, vocabulary, *encoder, length, joined=False, **options
-  ):
+  def __init__(self, name, lengths, vocabulary, *encoder, length, **options):
     """Checks the options; see `supervised.Supervised`."""
-    del joined  # Of `rows`.
     super().__init__(name, lengths, vocabulary, *encoder, **options)
     self._length = length
 

@@ -377,3 +377,17 @@ def test_arms_that_read_each_other_are_refused(page):
   study = _changed(page, 'tuned', seeds=(5,))
   with pytest.raises(errors.UserError, match=r'pair has the seeds \(0, 1\)'):
     stages.resolve(study)
+
+
+def test_models_are_measured_on_their_own_records(page):
+  own = pages.Evaluation('own', records=pages.OWN, models=('pair', 'tuned'))
+  study = dataclasses.replace(page, evaluations=(*page.evaluations, own))
+  resolved = stages.resolve(study)
+  read = {
+    name: [x for x in resolved[f'own_{name}'].arguments if '--records' in x]
+    for name in ('pair', 'tuned_seed1')
+  }
+  assert read == {
+    'pair': ['--records={records}/eval'],
+    'tuned_seed1': ['--records={records_tuned}/eval'],
+  }

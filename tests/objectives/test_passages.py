@@ -50,7 +50,6 @@ def test_each_passage_has_the_question_and_is_cut(vocabulary):
   # Two examples are packed into a row, which `check` accepts.
   kind = objective_names.parse_one('passages').rows
   assert kind.passages == 250
-  assert objective_names.parse_one('passages:joined').rows.passages == 0
   sides = special_ids.Framing(ids, ids)
   lengths = framing.Lengths(160, 32, ids.frame_size)
   row = framing.stack_rows([kind.frame([pair, pair], lengths, sides)])

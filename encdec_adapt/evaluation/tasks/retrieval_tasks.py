@@ -129,7 +129,7 @@ class Retrieval:
   ) -> Example:
     """Builds an example in `text`, tokens from a random position."""
     kind, *arguments = task.split('/')
-    things, codes = draw(rng)
+    things, codes = draw_facts(rng)
     values, count, choices = codes, 1, codes[:4]
     if kind == 'chain':
       values = [*(f'that of the {thing}' for thing in things[1:3]), *codes]
@@ -188,8 +188,8 @@ def read(source: str, lengths: str, limit: int | None = None) -> Retrieval:
   return Retrieval(text, sorted(tokens), limit or _EXAMPLES)
 
 
-def draw(rng: np.random.Generator) -> tuple[list[str], list[str]]:
-  """Returns things, each once, and more codes than any example needs."""
+def draw_facts(rng: np.random.Generator) -> tuple[list[str], list[str]]:
+  """Draws distinct things, and codes, more than an example needs."""
   things = rng.permutation(_THINGS).tolist()
   # Codes share no parts: `rouge1` would reward a wrong code. All parts have two
   # digits, so choices have equal length.
@@ -198,7 +198,7 @@ def draw(rng: np.random.Generator) -> tuple[list[str], list[str]]:
 
 
 def fact(thing: str, value: str) -> str:
-  """Returns the sentence that assigns a code, or that of another thing."""
+  """Returns the sentence that gives a thing's code, or refers to another's."""
   return f'The code of the {thing} is {value}.'
 
 

@@ -1,4 +1,4 @@
-"""Sources that a user's module registers: those of `configs.lookups`."""
+"""Sources that a user's module registers, as those of configs/."""
 
 import collections
 import json
@@ -85,18 +85,27 @@ def test_a_floor_has_the_questions_without_the_rest_of_the_table(table):
     assert shown.splitlines() == [*rows, question]
 
 
-def test_a_question_on_documents_asks_for_the_fact_of_one_of_them():
-  source = text_sources.open_source('documents', 0, MODULE)
-  documents = list(source.documents())
-  positions, answers = collections.Counter(), []
-  for document in documents:
-    question, code, fields = json.loads(document.text)
+def test_a_question_on_documents_asks_for_the_code_in_one_of_them():
+  module = ('encdec_adapt.configs.documents',)
+  source, passages = (
+    text_sources.open_source(x, 0, module)
+    for x in ('documents', 'documents:passages')
+  )
+  pairs = list(zip(source.documents(), passages.documents(), strict=True))
+  positions, answers = collections.Counter(), collections.Counter()
+  for whole, apart in pairs:
+    question, code, fields = json.loads(apart.text)
     thing = question.removeprefix('What is the code of ').removesuffix('?')
     facts = fields['documents']
     assert len(set(facts)) == 6
     positions[facts.index(f'The code of {thing} is {code}.')] += 1
-    answers.append(code)
-  assert len(documents) == 12_000 and min(positions.values()) > 1800
-  assert collections.Counter(answers).most_common(1)[0][1] < 5
-  shard = [d.id for d in source.documents(shard_index=1, num_shards=3)]
-  assert shard == [d.id for d in documents[1::3]]
+    answers[code] += 1
+    inputs = '\n'.join([*facts, question, ''])
+    assert (whole.id, json.loads(whole.text)) == (apart.id, [inputs, code])
+  assert len(pairs) == 12_000 and min(positions.values()) > 1800
+  assert answers.most_common(1)[0][1] < 5
+  shard = [x.id for x in source.documents(shard_index=1, num_shards=3)]
+  assert shard == [x.id for x, _ in pairs[1::3]]
+  assert source.fingerprint() != passages.fingerprint()
+  with pytest.raises(errors.UserError, match="'4' at column 11 must be pass"):
+    text_sources.open_source('documents:4', 0, module)
