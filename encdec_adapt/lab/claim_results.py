@@ -345,8 +345,7 @@ def has_common_rows(
 
   Different objectives have different held-out rows.
   """
-  is_own = evaluation.records == pages.OWN
-  arms = [run] if is_own else collected.of(evaluation.records)[:1]
+  arms = collected.of(evaluation.records)[:1]
   folders = [arm.values['data.folder'] for arm in arms]
   return bool(run.curve['step']) and [run.values['data.folder']] == folders
 

@@ -25,7 +25,7 @@ MOST_PRIMARY = 5
 LOSS = 'held_out/loss'
 # Share of the most frequent label, a floor that is the same for all models.
 MAJORITY = 'held_out/majority'
-# Records of an evaluation that are each model's own.
+# Records of an evaluation in the rows of each model.
 OWN = 'own'
 # Metric of a sweep of the learning rate -> key of its values in rates.json.
 RATE_METRICS = {'loss': 'losses', 'reward': 'rewards'}
@@ -181,8 +181,8 @@ class Evaluation:
     arguments: flags besides --checkpoint and --output; of `evaluate` also
       --cost= unless given.
     metrics: measured 'TASK/METRIC', as named by claims.
-    records: arm of the held-out records; OWN for the model's own, of the same
-      examples in each; '' for none.
+    records: arm of the held-out records; OWN for all held-out examples, in the
+      rows of each model; '' for none.
     models: arms and commands to evaluate; () for all arms.
     all_seeds: whether to evaluate every seed of a model, or only the first.
     seconds: expected time per model on two cores.

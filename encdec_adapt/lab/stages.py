@@ -194,8 +194,12 @@ class _Resolver:
 
   def _read(self, evaluation: pages.Evaluation, model: str) -> pages.Arm:
     """Returns the arm whose records a model is measured on."""
-    is_own = evaluation.records == pages.OWN
-    return self._items[model if is_own else evaluation.records]
+    if evaluation.records != pages.OWN:
+      return self._items[evaluation.records]
+    arm = self._items[model]
+    # All rows: samples of different records are of different examples.
+    changes = {**arm.changes, 'data.eval_rows': 0}
+    return dataclasses.replace(arm, name=f'{arm.name}_all', changes=changes)
 
   def _evaluation_flops(
     self, evaluation: pages.Evaluation, model: str

@@ -379,7 +379,7 @@ def test_arms_that_read_each_other_are_refused(page):
     stages.resolve(study)
 
 
-def test_models_are_measured_on_their_own_records(page):
+def test_models_are_measured_on_all_examples_in_their_own_rows(page):
   own = pages.Evaluation('own', records=pages.OWN, models=('pair', 'tuned'))
   study = dataclasses.replace(page, evaluations=(*page.evaluations, own))
   resolved = stages.resolve(study)
@@ -388,6 +388,8 @@ def test_models_are_measured_on_their_own_records(page):
     for name in ('pair', 'tuned_seed1')
   }
   assert read == {
-    'pair': ['--records={records}/eval'],
-    'tuned_seed1': ['--records={records_tuned}/eval'],
+    'pair': ['--records={records_pair_all}/eval'],
+    'tuned_seed1': ['--records={records_tuned_all}/eval'],
   }
+  made = resolved['records_tuned_all'].settings.data
+  assert (made.eval_rows, made.seed) == (0, 3)
