@@ -4,11 +4,11 @@
     config.data.seqio_modules = ('encdec_adapt.configs.documents',)
 
 A document is a fact, the code of a thing, without text around it; `--retrieval`
-has ten and twenty, with text. A question asks for one of the six codes, which
-are drawn anew for every question, so that the answer is only in its documents:
-a model that copies any of them is right in one of six. The question follows the
-documents, or with `documents:passages` has them as passages (objective
-`passages`). There are 12,000 questions.
+has ten and twenty documents, with text. A question asks for one of the six
+codes, which are drawn anew for every question, so that the answer is only in
+its documents. A model that copies a random code is right in one of six
+questions. The question follows the documents, or with `documents:passages` has
+them as passages (objective `passages`). There are 12,000 questions.
 
 This module imports neither TensorFlow nor SeqIO nor jax.
 """

@@ -568,11 +568,11 @@ def _rates(size, arms, middles):
 def measured(
   name, records, arms, *others, metrics=('held_out/loss',), **fields
 ):
-  """Returns the evaluation of models on the held-out rows of an arm.
+  """Returns the evaluation of models on held-out rows.
 
   Args:
     name: name of the evaluation.
-    records: name of the arm.
+    records: name of the arm whose rows they are, or `pages.EACH_MODEL`.
     arms: arms that are measured.
     *others: names of further models.
     metrics: 'TASK/METRIC' of each metric that claims name.

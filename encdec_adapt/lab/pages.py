@@ -25,8 +25,8 @@ MOST_PRIMARY = 5
 LOSS = 'held_out/loss'
 # Share of the most frequent label, a floor that is the same for all models.
 MAJORITY = 'held_out/majority'
-# Records of an evaluation in the rows of each model.
-OWN = 'own'
+# Records of an evaluation in the rows of each model; never the name of an arm.
+EACH_MODEL = '*'
 # Metric of a sweep of the learning rate -> key of its values in rates.json.
 RATE_METRICS = {'loss': 'losses', 'reward': 'rewards'}
 _NAME = re.compile(r'\w[\w.-]*')
@@ -181,8 +181,8 @@ class Evaluation:
     arguments: flags besides --checkpoint and --output; of `evaluate` also
       --cost= unless given.
     metrics: measured 'TASK/METRIC', as named by claims.
-    records: arm of the held-out records; OWN for all held-out examples, in the
-      rows of each model; '' for none.
+    records: arm of the held-out records; EACH_MODEL for all held-out examples,
+      in rows as each arm was trained on; '' for none.
     models: arms and commands to evaluate; () for all arms.
     all_seeds: whether to evaluate every seed of a model, or only the first.
     seconds: expected time per model on two cores.
@@ -260,6 +260,8 @@ class Study:
   def __post_init__(self):
     names = [x.name for x in (*self.commands, *self.rates, *self.arms)]
     names += [x.name for x in self.evaluations]
+    each = [x for x in self.evaluations if x.records == EACH_MODEL]
+    names += {f'{arm}_all' for x in each for arm in self.measured(x)}
     for name in names:
       is_free = names.count(name) == 1 and name not in RESERVED
       if not (is_free and _NAME.fullmatch(name)):
@@ -294,8 +296,9 @@ class Study:
       if not evaluation.metrics:
         raise self.error(f'evaluation {evaluation.name} names no metric')
       self._require(evaluation.models, f'evaluation {evaluation.name} is of')
-      is_named = evaluation.records not in ('', OWN)
-      records = [evaluation.records] if is_named else []
+      records = [evaluation.records] if evaluation.records else []
+      if evaluation.records == EACH_MODEL:
+        records = self.measured(evaluation)
       text = f'evaluation {evaluation.name} reads records of'
       self._require(records, text, self.arms)
     for name, arms in self.best_of.items():

@@ -167,10 +167,11 @@ class _Resolver:
       for length in flag.partition('=')[2].split(',')
     ]
     for model in evaluation.models or [arm.name for arm in self.study.arms]:
-      reads, lengths = list(flags), list(needles)
+      model_flags, lengths = list(flags), list(needles)
       if evaluation.records:
-        arm = self._read(evaluation, model)
-        reads.append(f'--records={{{self._records(arm).name}}}/eval')
+        arm = self._records_arm(evaluation, model)
+        records = self._records(arm)
+        model_flags.append(f'--records={{{records.name}}}/eval')
         spec = self._config(arm)[0].data.evaluation
         lengths.append(self._longest(spec, self._items[model]))
       seeds = self.study.seeds_of(model) or (None,)
@@ -179,7 +180,7 @@ class _Resolver:
         item = pages.Command(
           name,
           evaluation.module,
-          (*reads, f'--checkpoint={{{model}}}', f'--output={{{name}}}'),
+          (*model_flags, f'--checkpoint={{{model}}}', f'--output={{{name}}}'),
           seconds=evaluation.seconds,
         )
         self.stages[name] = dataclasses.replace(
@@ -192,9 +193,9 @@ class _Resolver:
         limit = self.stage(model, seed).longest
         contrasts.check_length(title, max(lengths, default=0), limit)
 
-  def _read(self, evaluation: pages.Evaluation, model: str) -> pages.Arm:
+  def _records_arm(self, evaluation: pages.Evaluation, model: str) -> pages.Arm:
     """Returns the arm whose records a model is measured on."""
-    if evaluation.records != pages.OWN:
+    if evaluation.records != pages.EACH_MODEL:
       return self._items[evaluation.records]
     arm = self._items[model]
     # All rows: samples of different records are of different examples.
@@ -207,7 +208,7 @@ class _Resolver:
     arm = self._items[model]
     if not (evaluation.records and isinstance(arm, pages.Arm)):
       return 0.0
-    settings, _ = self._config(self._read(evaluation, model))
+    settings, _ = self._config(self._records_arm(evaluation, model))
     lengths, data = settings.data.evaluation.lengths, settings.data
     sizes = lengths.encoder, lengths.decoder, lengths.teacher
     shape = self._config(arm)[0].model

@@ -379,17 +379,22 @@ def test_arms_that_read_each_other_are_refused(page):
     stages.resolve(study)
 
 
-def test_models_are_measured_on_all_examples_in_their_own_rows(page):
-  own = pages.Evaluation('own', records=pages.OWN, models=('pair', 'tuned'))
-  study = dataclasses.replace(page, evaluations=(*page.evaluations, own))
+def test_each_model_is_measured_on_all_examples_in_its_rows(page):
+  evaluation = pages.Evaluation(
+    'text', records=pages.EACH_MODEL, models=('pair', 'tuned')
+  )
+  study = dataclasses.replace(page, evaluations=(evaluation,))
   resolved = stages.resolve(study)
-  read = {
-    name: [x for x in resolved[f'own_{name}'].arguments if '--records' in x]
+  records = {
+    name: [x for x in resolved[f'text_{name}'].arguments if '--records' in x]
     for name in ('pair', 'tuned_seed1')
   }
-  assert read == {
+  assert records == {
     'pair': ['--records={records_pair_all}/eval'],
     'tuned_seed1': ['--records={records_tuned_all}/eval'],
   }
-  made = resolved['records_tuned_all'].settings.data
-  assert (made.eval_rows, made.seed) == (0, 3)
+  data = resolved['records_tuned_all'].settings.data
+  assert (data.eval_rows, data.seed) == (0, 3)
+  evaluation = dataclasses.replace(evaluation, models=('pair', 'hf'))
+  with pytest.raises(errors.UserError, match="reads records of 'hf'"):
+    dataclasses.replace(page, evaluations=(evaluation,))

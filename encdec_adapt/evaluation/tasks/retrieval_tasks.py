@@ -189,7 +189,14 @@ def read(source: str, lengths: str, limit: int | None = None) -> Retrieval:
 
 
 def draw_facts(rng: np.random.Generator) -> tuple[list[str], list[str]]:
-  """Draws distinct things, and codes, more than an example needs."""
+  """Draws distinct things, and codes, more of both than an example needs.
+
+  Args:
+    rng: source of the draw.
+
+  Returns:
+    40 things, and 30 codes without common parts.
+  """
   things = rng.permutation(_THINGS).tolist()
   # Codes share no parts: `rouge1` would reward a wrong code. All parts have two
   # digits, so choices have equal length.
