@@ -5,7 +5,7 @@
 
 A document is a fact, the code of a thing, without text around it; `--retrieval`
 has ten and twenty documents, with text. A question asks for one of the six
-codes, which are drawn anew for every question, so that the answer is only in
+codes, which are drawn for every question, so that the answer is only in
 its documents. A model that copies a random code is right in one of six
 questions. The question follows the documents, or with `documents:passages` has
 them as passages (objective `passages`). There are 12,000 questions.

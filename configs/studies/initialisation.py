@@ -20,8 +20,8 @@ teacher. At cpu fresh cross-attention is hardly used yet: with other inputs its
 pairs lose about .01 nats more, the pair with copied cross-attention .045. With
 fresh cross-attention the balanced and the unbalanced pair are level. A closed
 gain leads by as much as copied weights without using inputs, so that the lead
-is not shown to be that of what is copied. All are .05 to .07 nats behind the
-small decoder. `cpu` took 1.6 hours of stages, two at a time on two cores.
+need not come from the copied weights. All are .05 to .07 nats behind the small
+decoder. `cpu` took 1.6 hours of stages, two at a time on two cores.
 """
 
 from encdec_adapt.configs.studies import shared

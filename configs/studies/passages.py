@@ -19,7 +19,7 @@ input. At cpu the pair that reads one input does not find the code yet when
 training ends, so that the effect is of how soon each learns, not of what either
 reaches.
 
-The page was made anew after a first run, in which the one input had the
+The page was designed after a first run, in which the one input had the
 question in front of each document, too: after 300 steps it answered .218 of the
 questions, the passages .640, and the claim was on the loss. On look-ups among
 four passages, after 110 steps, one input was ahead by .04 nats (+.02 to +.07).
@@ -36,11 +36,14 @@ from encdec_adapt.lab import pages
 _ROWS = {
   'data.source': 'documents:passages',
   'data.seqio_modules': ('encdec_adapt.configs.documents',),
-  # 39 tokens at most with the shipped vocabulary; the end of a passage is cut.
+  # A passage has at most 39 tokens of the shipped vocabulary; its end is cut.
   'data.objective': 'passages:length=40',
   'data.encoder_length': 240,
   'data.decoder_length': 16,
 }
+# Of other vocabularies, which may cut codes into more tokens.
+_LARGE = {'data.objective': 'passages:length=64', 'data.encoder_length': 384}
+_LARGE |= {'data.decoder_length': 32}
 _ONE_INPUT = {
   'data.source': 'documents',
   'data.objective': 'pairs',
@@ -55,12 +58,14 @@ def get_study(arg=None):
   steps = size.steps(128, pod=480_000)
   adapted = shared.pair(size, 'adapted', steps, rate='rate_adapted')
   updates = size.steps(450, pod=450)
+  rows = _ROWS | (_LARGE if size.large else {})
   passages = dataclasses.replace(
-    shared.tuned(size, adapted, 'rate_passages', updates, **_ROWS),
+    shared.tuned(size, adapted, 'rate_passages', updates, **rows),
     name='passages',
   )
+  whole = _ONE_INPUT | ({'data.encoder_length': 256} if size.large else {})
   one_input = dataclasses.replace(
-    passages, name='one_input', changes={**passages.changes, **_ONE_INPUT}
+    passages, name='one_input', changes={**passages.changes, **whole}
   )
   arms = passages, one_input
   return shared.study(

@@ -205,6 +205,7 @@ class _Resolver:
   def _evaluation_flops(
     self, evaluation: pages.Evaluation, model: str
   ) -> float:
+    """Returns the FLOPs of a held-out loss; 0 if its rows are not counted."""
     arm = self._items[model]
     if not (evaluation.records and isinstance(arm, pages.Arm)):
       return 0.0
