@@ -118,6 +118,11 @@ define_flags = command.define(
     'retrieval_lengths', 'Tokens of the texts: N,N.', default='256,512'
   ),
   command.string(
+    'retrieval_tasks',
+    'Kinds of tasks: KIND,KIND.',
+    default=','.join(retrieval_tasks.FACTS),
+  ),
+  command.string(
     'cost',
     'PROMPT,GENERATED: tokens of a request whose cost is measured; empty for'
     ' no measurement.',
@@ -302,7 +307,10 @@ def _evaluations(
   yield from map(embedding_tasks.read, values.embeddings)
   if values.retrieval:
     retrieval = retrieval_tasks.read(
-      values.retrieval, values.retrieval_lengths, values.limit
+      values.retrieval,
+      values.retrieval_lengths,
+      values.retrieval_tasks,
+      values.limit,
     )
     prefix = values.prefix if values.run_prefix else ''
     yield retrieval_scores.RetrievalEvaluation(retrieval, prefix)

@@ -6,9 +6,10 @@ Adapts a pair with a table for each stack and cross-attention in every layer; a
 pair with one table; a pair with merged attention, which reads its own and the
 encoder's keys at once; and a pair with cross-attention in global layers only.
 
-Not controlled: parameters, which are what is saved. The paper takes Gemma 2 2B
-and 400B tokens, as `pod` does, and measures points of tasks. `cpu` takes an
-hour on two cores.
+Not controlled: parameters, which are what is saved, and how soon each adapts:
+at cpu pairs train on a twelfth of their source's tokens, and are still behind
+it on text. The paper takes Gemma 2 2B and 400B tokens, as `pod` does, and
+measures points of tasks.
 """
 
 from encdec_adapt.configs.studies import shared

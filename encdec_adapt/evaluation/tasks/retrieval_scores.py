@@ -150,6 +150,7 @@ def _scores(
   return [
     results_store.mean_score(task, metric, column)
     for task, values in by_task.items()
+    if values
     for metric, column in zip(METRICS, zip(*values, strict=True), strict=True)
   ] + results
 

@@ -77,12 +77,14 @@ class Retrieval:
     lengths: numbers of tokens of the haystacks.
     count: number of examples per task.
     seed: seed of the facts, and of the positions in the text.
+    kinds: kinds of tasks, of `FACTS`.
   """
 
   text: str
   lengths: Sequence[int]
   count: int = _EXAMPLES
   seed: int = 0
+  kinds: Sequence[str] = tuple(FACTS)
 
   def options(self) -> results_store.Options:
     """Returns all inputs of the scores."""
@@ -91,15 +93,17 @@ class Retrieval:
       'lengths': list(self.lengths),
       'examples': self.count,
       'seed': self.seed,
+      'kinds': list(self.kinds),
     }
 
   def tasks(self) -> list[str]:
     """Returns the names of the tasks."""
-    return [
+    names = [
       *(f'needle/{n}/{depth:g}' for n in self.lengths for depth in DEPTHS),
       *(f'{kind}/{n}' for kind in ('chain', 'values') for n in self.lengths),
       *(f'documents_{n}/{i}' for n, gold in POSITIONS.items() for i in gold),
     ]
+    return [name for name in names if name.partition('/')[0] in self.kinds]
 
   def examples(self, reader: vocabulary.Vocabulary) -> Iterator[Example]:
     """Yields the examples of all tasks.
@@ -157,21 +161,28 @@ class Retrieval:
     return Example(task, context, question, codes[:count], choices)
 
 
-def read(source: str, lengths: str, limit: int | None = None) -> Retrieval:
-  """Reads the text and parses the lengths.
+def read(
+  source: str, lengths: str, kinds: str, limit: int | None = None
+) -> Retrieval:
+  """Reads the text, and parses the lengths and kinds.
 
   Args:
     source: name of a text source, see `data.sources.text_sources`.
     lengths: numbers of tokens: N,N.
+    kinds: kinds of tasks, of `FACTS`: KIND,KIND.
     limit: examples per task.
 
   Raises:
-    UserError: the text is missing, or a length is not a number.
+    UserError: the text is missing, a length is not a number, or a kind is none.
   """
   tokens = {
     part.read(int, 'a number of tokens, as in 256,512.', lambda n: n > 0)
     for part in option_strings.Part('--retrieval_lengths', lengths).divide(',')
   }
+  named = [
+    part.read(str, f'one of {", ".join(FACTS)}', FACTS.__contains__)
+    for part in option_strings.Part('--retrieval_tasks', kinds).divide(',')
+  ]
   if 'text' not in text_sources.document_kinds(source):
     raise errors.UserError(
       f'--retrieval={source} has no plain text; give text:GLOB or jsonl:GLOB.'
@@ -185,7 +196,8 @@ def read(source: str, lengths: str, limit: int | None = None) -> Retrieval:
   text = '\n'.join(parts)[:_CHARACTERS]
   if not text.strip():
     raise errors.UserError(f'--retrieval={source} is empty; give some text.')
-  return Retrieval(text, sorted(tokens), limit or _EXAMPLES)
+  count = limit or _EXAMPLES
+  return Retrieval(text, sorted(tokens), count, kinds=named)
 
 
 def draw_facts(rng: np.random.Generator) -> tuple[list[str], list[str]]:

@@ -1,6 +1,7 @@
 """Needles, documents and chains in text; scores of models that find them."""
 
 import collections
+import dataclasses
 import pydoc_data.topics
 import re
 import types
@@ -173,7 +174,7 @@ def test_scores_of_one_who_finds_and_one_who_does_not(models):
   reader = loaded.stored.open_vocabularies().encoder
   retrieval = retrieval_tasks.Retrieval(TEXT, [260], 2)
 
-  def measure(respond):
+  def measure(respond, retrieval=retrieval):
     """Scores of a model that answers and prefers what `respond` returns."""
 
     def run(requests):
@@ -208,6 +209,10 @@ def test_scores_of_one_who_finds_and_one_who_does_not(models):
   parts = measure(lambda text: _answer(text)[:5])
   assert parts['needle', 'found'] == 0
   assert parts['needle', 'rouge1'] == pytest.approx(2 / 3)
+  needles = dataclasses.replace(retrieval, kinds=['needle'])
+  found = measure(_answer, needles)
+  assert {task for task, _ in found} == {'needle', *needles.tasks()}
+  assert {x.partition('/')[0] for x in needles.tasks()} == {'needle'}
 
 
 def test_recall_is_that_of_rouge_score():
@@ -303,7 +308,14 @@ def test_bad_input(source, lengths, message, tmp_path):
   (tmp_path / 'a.txt').write_text('Some text.')
   (tmp_path / 'empty.txt').write_text(' \n')
   with pytest.raises(errors.UserError, match=message):
-    retrieval_tasks.read(source.format(folder=tmp_path), lengths)
-  read = retrieval_tasks.read(f'text:{tmp_path}/*.txt', '300,200', 4)
+    retrieval_tasks.read(source.format(folder=tmp_path), lengths, 'needle')
+  source = f'text:{tmp_path}/*.txt'
+  with pytest.raises(errors.UserError, match="'needles' at column 7 must be o"):
+    retrieval_tasks.read(source, '300', 'chain,needles')
+  read = retrieval_tasks.read(source, '300,200', 'chain,documents_20', 4)
   assert (read.lengths, read.count) == ([200, 300], 4)
+  assert {x.partition('/')[0] for x in read.tasks()} == {
+    'chain',
+    'documents_20',
+  }
   assert read.text.startswith('Some text.')
