@@ -170,7 +170,7 @@ def power(
   Args:
     claim: the claim.
     study: its study.
-    origins: `variances.origin` of trained models, by name.
+    origins: `variances.origins` of trained models.
 
   Returns:
     None with a single seed, of a value of one arm, or without variances of
@@ -276,8 +276,9 @@ def result(collected: Collected, claim: pages.Claim) -> Result:
         *(effect[x] for x in ('effect', 'low', 'high')),
         lower_is_better=score_tables.lower_is_better(metric),
       )
-      trained = [x[0] for x in arms if 'made_by' not in x[0].summary]
-      origins = {x.model: variances.origin(x.values) for x in trained}
+      trained = [x for x in collected.runs if 'made_by' not in x.summary]
+      values = {x.model: x.values for x in trained}
+      origins = variances.origins(values, study.first)
       found = power(claim, study, origins)
       notes = ['low power'] if found and found.is_low else []
       # A gain is that of its first two arms.

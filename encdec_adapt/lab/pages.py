@@ -332,6 +332,13 @@ class Study:
         return self.seeds if arm.seeds is None else arm.seeds
     return next((x.seeds for x in self.commands if x.name == name), ())
 
+  def first(self, name: str) -> str:
+    """Returns the first of the models of a seed that a model starts from."""
+    starts = {x.name: x.starts.get('init.encoder', '') for x in self.arms}
+    while len(self.seeds_of(starts.get(name, ''))) > 1:
+      name = starts[name]
+    return name
+
   def planned_seeds(self, claim: Claim) -> int:
     """Returns the number of seeds of a claim; 0 if no arm has seeds."""
     return max(len(self.seeds_of(name)) for name in claim.contrast)

@@ -113,10 +113,12 @@ def resolve(study: pages.Study) -> dict[str, Stage]:
   return {stage.name: stage for stage in ordered}
 
 
-def origins(resolved: Mapping[str, Stage]) -> dict[str, tuple[str, bool]]:
-  """Returns `variances.origin` of trained models, by the name of their arm."""
-  trained = [x for x in resolved.values() if x.values]
-  return {x.model: variances.origin(x.values) for x in trained}
+def origins(
+  study: pages.Study, resolved: Mapping[str, Stage]
+) -> dict[str, tuple[str, bool]]:
+  """Returns `variances.origins` of trained models."""
+  values = {x.model: x.values for x in resolved.values() if x.values}
+  return variances.origins(values, study.first)
 
 
 class _Resolver:

@@ -233,7 +233,7 @@ def _models(
 
 
 def _claims(study: pages.Study, states: stage_states.States) -> list[str]:
-  lines, origins = [], stages.origins(states.stages)
+  lines, origins = [], stages.origins(study, states.stages)
   for claim in study.claims:
     level = claim_results.level(claim, study)
     count = study.planned_seeds(claim)

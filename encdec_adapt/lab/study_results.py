@@ -64,7 +64,7 @@ def write_variances(study: pages.Study, states: stage_states.States) -> str:
   Raises:
     UserError: no evaluation has two arms with two finished seeds.
   """
-  arms, origins = {}, stages.origins(states.stages)
+  arms, origins = {}, stages.origins(study, states.stages)
   for evaluation in study.evaluations:
     page, name = study.origin(evaluation)
     if page != study.name:

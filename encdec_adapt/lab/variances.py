@@ -4,8 +4,9 @@
 per study: variances over seeds, over groups of examples and of the residual,
 for differences of two arms paired over both, with degrees of freedom. They are
 pooled over the contrasts of a kind: `unlike` are those of two architectures,
-which differ more from text to text, `alike_random` those of one where a model
-starts from random weights, which vary more from seed to seed, `alike` others.
+which differ more from text to text, `alike` those of one; `unlike_random` and
+`alike_random` those where a model, or the model of its seed that it starts
+from, started from random weights, which vary more from seed to seed.
 `python -m encdec_adapt.study --study=PAGE --variances` adds the entries of a
 page's results. A page is never planned with its own results.
 
@@ -13,7 +14,7 @@ From the package, this module imports only `files`, `contrasts` and
 `crossed_intervals`.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 import dataclasses
 import itertools
 import os
@@ -50,22 +51,30 @@ class Components:
   groups: int
 
 
-def origin(values: Mapping[str, Any]) -> tuple[str, bool]:
-  """Returns a model's architecture, and whether its run began at random.
+def origins(
+  values: Mapping[str, Mapping[str, Any]], first: Callable[[str], str]
+) -> dict[str, tuple[str, bool]]:
+  """Returns architectures, and whether models began at random, by name.
 
   Args:
-    values: configuration of the run by key; without keys of training for a
-      model that was imported.
+    values: configuration of the runs of models by key; without keys of training
+      for a model that was imported.
+    first: returns the first model of a seed; see `pages.Study.first`.
   """
-  return values.get('model.kind', ''), values.get('init.mode') == 'random'
+  return {
+    name: (
+      fields.get('model.kind', ''),
+      values.get(first(name), {}).get('init.mode') == 'random',
+    )
+    for name, fields in values.items()
+  }
 
 
 def kind(origins: Iterable[tuple[str, bool] | None]) -> str:
-  """Returns the kind of a contrast of models, by `origin`; None is unknown."""
+  """Returns the kind of a contrast, by `origins`; None is unknown."""
   architectures, random = zip(*(x or ('', False) for x in origins), strict=True)
-  if len({*architectures}) > 1:
-    return 'unlike'
-  return 'alike_random' if any(random) else 'alike'
+  name = 'unlike' if len({*architectures}) > 1 else 'alike'
+  return f'{name}_random' if any(random) else name
 
 
 def estimate(
@@ -161,7 +170,7 @@ def write(
   Args:
     path: file of the variances; created if missing.
     study: name of the study.
-    arms: 'EVALUATION/TASK/METRIC' -> `origin` and scores of its arms with the
+    arms: 'EVALUATION/TASK/METRIC' -> origin and scores of its arms with the
       same examples; see `estimate`. Metrics without per-example values get no
       entry.
   """

@@ -1,6 +1,7 @@
 """Variances of earlier studies."""
 
 import dataclasses
+import functools
 import itertools
 import json
 
@@ -10,7 +11,7 @@ from scipy import stats
 
 from encdec_adapt.data.sources import document_source
 from encdec_adapt.evaluation.results import results_store
-from encdec_adapt.lab import variances
+from encdec_adapt.lab import pages, variances
 
 _is_development = document_source.is_development
 KNOWN = 0.02, 0.05, 0.03  # Deviations of an arm over seeds, groups and rest.
@@ -76,6 +77,35 @@ def test_a_file_of_studies(tmp_path):
   assert variances.kind([adapted, adapted]) == 'alike'
   assert variances.kind([adapted, random]) == 'alike_random'
   assert variances.kind([adapted, None]) == 'unlike'
+  assert variances.kind([random, None]) == 'unlike_random'
+
+
+def test_models_of_a_random_model_of_their_seed_began_at_random():
+  arm = functools.partial(pages.Arm, config='')
+  study = pages.Study(
+    name='x',
+    title='x',
+    size='cpu',
+    seeds=(0, 1),
+    arms=(
+      arm('shared', seeds=(0,)),
+      arm('scratch'),
+      arm('tuned', starts={'init.encoder': 'scratch'}),
+      arm('again', starts={'init.encoder': 'tuned'}),
+      arm('adapted', starts={'init.encoder': 'shared'}),
+    ),
+  )
+  modes = {x.name: 'checkpoint' for x in study.arms}
+  modes |= dict.fromkeys(('shared', 'scratch'), 'random')
+  values = {k: {'model.kind': 'a', 'init.mode': x} for k, x in modes.items()}
+  found = variances.origins(values, study.first)
+  # All seeds of `adapted` have one source.
+  assert {k for k, (_, random) in found.items() if random} == {
+    'shared',
+    'scratch',
+    'tuned',
+    'again',
+  }
 
 
 def test_few_degrees_of_freedom_have_upper_bounds(tmp_path):
