@@ -1,4 +1,4 @@
-"""What are masks in what is read worth in pretraining?
+"""What are masked inputs worth in pretraining?
 
     python -m encdec_adapt.study --study=configs/studies/meap.py:size=cpu
 
@@ -10,10 +10,10 @@ masks is compared on the same text as it is and with masks, and so is that of
 the model that was not. `gpu` adds shares and spans.
 
 Not controlled: at cpu masks are in the last .8M of 6.9M tokens; at gpu shares
-and spans share the learning rate of MEAP. Left out are masked copies in tuning,
-which answers of more than 50 tokens have, and questions on 20 documents: both
-are longer than the rows of these decoders allow; its accuracy on commonsense is
-not measured here.
+and spans share the learning rate of MEAP. Left out: masked copies in tuning,
+which MEAP makes for answers of more than 50 tokens, and questions on 20
+documents. Both exceed the rows of these decoders. Accuracy on commonsense is
+not measured.
 """
 
 from encdec_adapt.configs.studies import cells, shared
@@ -38,7 +38,7 @@ def get_study(arg=None):
   prefixes, text = cells.prefixes(size, [arm.name for arm in read])
   # A needle's question and what is generated follow, of at most 96 tokens.
   length = POD['data.decoder_length'] if size.name == 'pod' else 2 * size.length
-  found = f'--retrieval_lengths={length - 96}', '--retrieval_tasks=needle'
+  needles = f'--retrieval_lengths={length - 96}', '--retrieval_tasks=needle'
   return shared.study(
     'meap',
     'MEAP: masks in pretraining',
@@ -50,7 +50,7 @@ def get_study(arg=None):
       shared.measured('masks', 'next_token', read, **ATTENTION),
       pages.Evaluation(
         'needles',
-        ('--retrieval=python', *found, '--limit=100'),
+        ('--retrieval=python', *needles, '--limit=100'),
         (NEEDLE,),
         models=tuple(arm.name for arm in read),
         seconds=60,
@@ -85,7 +85,10 @@ DECAY, VARIANCE = (
   {**MORE, 'metric': x, 'reason': 'a fifth of what the paper has (decay)'}
   for x in ATTENTION['metrics']
 )
-VARIANCE |= {'smallest': 0.05, 'reason': 'a tenth of that of even attention'}
+VARIANCE |= {
+  'smallest': 0.05,
+  'reason': 'two thirds of .078, in units of an even share',
+}
 PLAIN = 'next_token', 'meap'
 # fmt: off
 ROWS = (
@@ -99,7 +102,7 @@ ROWS = (
    f'{CITED}, attention analysis', '53.34 %', {'primary': True, **DECAY}),
   (('meap',), 'Masks in what a model reads make its other attention vary more.',
    f'{CITED}, attention analysis', '+7.80 %', VARIANCE),
-  (PLAIN, 'They take more attention off a model that was trained with masks.',
+  (PLAIN, 'Masks take more attention off in a model trained with masks.',
    shared.OURS, 'the paper has one model', DECAY),
 )
 # fmt: on
