@@ -119,7 +119,7 @@ define_flags = command.define(
   ),
   command.string(
     'retrieval_tasks',
-    'Kinds of tasks: KIND,KIND.',
+    'Kinds of the tasks: KIND,KIND.',
     default=','.join(retrieval_tasks.FACTS),
   ),
   command.string(

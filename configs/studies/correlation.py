@@ -4,8 +4,8 @@
 
 Trains nothing that the pages `objectives`, `tuning` and `adaptation` have
 trained: it reads their models, or trains those that are not there yet. The
-report's scatter has a point for each model that was tuned, the mean over its
-seeds and tunings; at `cpu`, `adaptation` has none. Spearman's
+report's scatter has one point for each tuned model, the mean over seeds and
+tunings; at `cpu` no model of `adaptation` is tuned. Spearman's
 correlation (Encoder-Decoder Gemma, arXiv:2504.06225, Figure 6: across sizes .97
 and .89, within a size .42 and .05) only describes these models: across sizes it
 needs arms of four sizes, within one six arms of it. No claim is made of it.

@@ -8,9 +8,9 @@ of requests of as many tokens as a row, for the models of `adaptation`,
 against held-out loss. It trains nothing that these pages have trained.
 
 Latency is of this machine, at batch 1, and shared by all seeds of an arm: its
-claims are over one seed of each and have no verdict. It needs an idle machine,
-and `--jobs=1`. FLOPs are counted and have no error; the paper's count leaves
-out cross-attention, without which a pair is cheaper by its construction.
+claims are over one seed of each and have no verdict. Run it on an idle machine
+with `--jobs=1`. FLOPs are counted and have no error; the paper's count omits
+cross-attention, so that a pair costs less by construction.
 """
 
 from encdec_adapt.configs.studies import combined, correlation, shared

@@ -4,16 +4,16 @@
 
 Adapts a pair by PrefixLM and by UL2, each with and without the decoder as
 teacher, by both at once, and by one and then the other for the last tenth of
-the steps; and merges the models of the two objectives. Each is measured on
-held-out prefixes, five after the same tuning on look-ups, and the encoders of
-prefix_taught and ul2 as classifiers of packages of Python's text.
+the steps; and merges the models of the two objectives. All are measured on
+held-out prefixes; five are also tuned on look-ups; the encoders of
+prefix_taught and ul2 become classifiers of packages of Python's text.
 
 Not controlled: at equal rows UL2 has other numbers of targets than PrefixLM,
 which trains on such text as is held out, and has its learning rate chosen on
 such rows; that of UL2 is chosen on its own. A teacher costs 30 % more FLOPs.
 Pairs that no primary claim names share the learning rates of prefix_taught,
 before and after tuning. Mixed arms have no teacher, as what they are compared
-with. UL2 is that of Tay et al., the paper's has fewer denoisers. Labels are of
+with. UL2 has the denoisers of Tay et al.; the paper uses fewer. Labels are of
 a few hundred pieces, which show differences of 7 points at best. At cpu pairs
 train for so few steps that they are still behind their source on text.
 """
@@ -95,7 +95,7 @@ CLAIMS = shared.claims(
     ('prefix_taught_labels', 'ul2_labels'),
     'UL2 classifies better than PrefixLM with a teacher.',
     TABLE,
-    'SuperGLUE: 88.1, 88.1 (2B-2B), 84.4, 85.4 (XL-XL), 69.8, 69.6 (S-S)',
+    'SuperGLUE: 88.1 / 88.1 (2B-2B), 85.4 / 84.4 (XL-XL), 69.6 / 69.8 (S-S)',
     {**ACCURACY, 'paired': True},
   ),
   (

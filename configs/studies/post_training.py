@@ -15,7 +15,7 @@ of the development part, tunings and distillation by their loss there, and what
 learns from samples of training prompts by its loss on a fifth of the samples.
 
 Not controlled: policies are trained on the measure that is reported, `passing`,
-`dpo` and `reward` on samples that it sorts; `pair_longer` is not, and its rate
+`dpo` and `reward` on samples sorted by it; `pair_longer` is not, and its rate
 is that of the lowest loss, not of the most passes. Pair and decoder have equal
 parameters and steps; the decoder takes 2.1 times the FLOPs of the pair in
 tuning and 2.9 times in RLOO. The pair was adapted with a teacher, the decoder
@@ -321,7 +321,7 @@ CLAIMS = shared.claims(
   ),
   (
     ('decoder_tuned', 'pair_tuned'),
-    'Before RLOO, the pair passes more often than that decoder, too.',
+    'Before RLOO, the pair passes more often than the decoder.',
     shared.OURS,
     '-',
     _FIELDS,

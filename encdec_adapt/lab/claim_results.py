@@ -278,7 +278,7 @@ def result(collected: Collected, claim: pages.Claim) -> Result:
       )
       trained = [x for x in collected.runs if 'made_by' not in x.summary]
       values = {x.model: x.values for x in trained}
-      origins = variances.origins(values, study.first)
+      origins = variances.origins(values, study.parents)
       found = power(claim, study, origins)
       notes = ['low power'] if found and found.is_low else []
       # A gain is that of its first two arms.

@@ -332,12 +332,21 @@ class Study:
         return self.seeds if arm.seeds is None else arm.seeds
     return next((x.seeds for x in self.commands if x.name == name), ())
 
-  def first(self, name: str) -> str:
-    """Returns the first of the models of a seed that a model starts from."""
-    starts = {x.name: x.starts.get('init.encoder', '') for x in self.arms}
-    while len(self.seeds_of(starts.get(name, ''))) > 1:
-      name = starts[name]
-    return name
+  @property
+  def parents(self) -> dict[str, str]:
+    """Model -> the model that it starts from, or is made of, in each seed.
+
+    Of a pair, the encoder's. Models with one source for all seeds have none.
+    """
+    texts = {x.name: x.starts.get('init.encoder', '') for x in self.arms}
+    for command in self.commands:
+      texts[command.name] = ' '.join(command.arguments)
+    found = {}
+    for name, text in texts.items():
+      parent = (placeholders(text) or [text])[0]
+      if parent != name and len(self.seeds_of(parent)) > 1:
+        found[name] = parent
+    return found
 
   def planned_seeds(self, claim: Claim) -> int:
     """Returns the number of seeds of a claim; 0 if no arm has seeds."""

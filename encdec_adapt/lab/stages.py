@@ -118,7 +118,7 @@ def origins(
 ) -> dict[str, tuple[str, bool]]:
   """Returns `variances.origins` of trained models."""
   values = {x.model: x.values for x in resolved.values() if x.values}
-  return variances.origins(values, study.first)
+  return variances.origins(values, study.parents)
 
 
 class _Resolver:

@@ -3,10 +3,10 @@
 `configs/studies/variances.json` maps 'KIND/EVALUATION/TASK/METRIC' to an entry
 per study: variances over seeds, over groups of examples and of the residual,
 for differences of two arms paired over both, with degrees of freedom. They are
-pooled over the contrasts of a kind: `unlike` are those of two architectures,
-which differ more from text to text, `alike` those of one; `unlike_random` and
-`alike_random` those where a model, or the model of its seed that it starts
-from, started from random weights, which vary more from seed to seed.
+pooled over the contrasts of a kind: `alike` contrasts have one architecture,
+`unlike` two, and vary more from text to text. With `_random`, a model or an
+ancestor of its seed started from random weights, and contrasts vary more from
+seed to seed.
 `python -m encdec_adapt.study --study=PAGE --variances` adds the entries of a
 page's results. A page is never planned with its own results.
 
@@ -14,7 +14,7 @@ From the package, this module imports only `files`, `contrasts` and
 `crossed_intervals`.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
 import itertools
 import os
@@ -52,22 +52,24 @@ class Components:
 
 
 def origins(
-  values: Mapping[str, Mapping[str, Any]], first: Callable[[str], str]
+  values: Mapping[str, Mapping[str, Any]], parents: Mapping[str, str]
 ) -> dict[str, tuple[str, bool]]:
   """Returns architectures, and whether models began at random, by name.
 
   Args:
-    values: configuration of the runs of models by key; without keys of training
-      for a model that was imported.
-    first: returns the first model of a seed; see `pages.Study.first`.
+    values: configuration of the runs of trained models by key.
+    parents: see `pages.Study.parents`; a model that is made of others without
+      training has the architecture of the first.
   """
-  return {
-    name: (
-      fields.get('model.kind', ''),
-      values.get(first(name), {}).get('init.mode') == 'random',
-    )
-    for name, fields in values.items()
-  }
+
+  def origin(name: str) -> tuple[str, bool]:
+    fields = values.get(name, {})
+    kind, is_random = '', fields.get('init.mode') == 'random'
+    if name in parents:
+      kind, is_random = origin(parents[name])
+    return fields.get('model.kind', kind), is_random
+
+  return {name: origin(name) for name in {**values, **parents}}
 
 
 def kind(origins: Iterable[tuple[str, bool] | None]) -> str:

@@ -9,6 +9,7 @@ from encdec_adapt import configs, study
 from encdec_adapt.base import errors
 from encdec_adapt.configs.studies import all as all_pages
 from encdec_adapt.configs.studies import shared
+from encdec_adapt.evaluation.tasks import retrieval_scores, retrieval_tasks
 from encdec_adapt.lab import (
   claim_tables,
   pages,
@@ -16,6 +17,7 @@ from encdec_adapt.lab import (
   stages,
   study_plan,
 )
+from encdec_adapt.tokenizers import vocabulary_pair
 from tests import tiny
 
 SIZES = 'smoke', 'cpu', 'gpu', 'pod'
@@ -133,6 +135,24 @@ def test_look_ups_fit_what_models_were_trained_on(monkeypatch):
     stages.resolve(_page('tuning'))
   for text in 'study tuning', 'rate_base_tuned', '512 tokens', 'at most 256':
     assert text in str(caught.value)
+
+
+def test_needles_fit_what_models_were_trained_on():
+  (needles,) = (x for x in _page('meap').evaluations if x.name == 'needles')
+  flags = dict(x[2:].split('=') for x in needles.arguments)
+  retrieval = retrieval_tasks.read(
+    flags['retrieval'],
+    flags['retrieval_lengths'],
+    flags['retrieval_tasks'],
+    int(flags['limit']),
+  )
+  reader = vocabulary_pair.open_vocabulary('configs/decoders/base')
+  longest = max(
+    len(x.context) + len(reader.encode(x.question))
+    for x in retrieval.examples(reader)
+  )
+  # BOS, and what is generated.
+  assert longest + 1 + retrieval_scores.ANSWER_TOKENS <= 256
 
 
 @pytest.mark.parametrize('size', ['cpu', 'gpu'])

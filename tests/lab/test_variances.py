@@ -93,19 +93,25 @@ def test_models_of_a_random_model_of_their_seed_began_at_random():
       arm('tuned', starts={'init.encoder': 'scratch'}),
       arm('again', starts={'init.encoder': 'tuned'}),
       arm('adapted', starts={'init.encoder': 'shared'}),
+      arm('merge_tuned', starts={'init.encoder': 'merge'}),
+    ),
+    commands=(
+      pages.Command('base', 'convert', ('--output={base}',), seeds=(0, 1)),
+      pages.Command(
+        'merge', 'convert', ('{again}', '--output={merge}'), seeds=(0, 1)
+      ),
     ),
   )
   modes = {x.name: 'checkpoint' for x in study.arms}
   modes |= dict.fromkeys(('shared', 'scratch'), 'random')
   values = {k: {'model.kind': 'a', 'init.mode': x} for k, x in modes.items()}
-  found = variances.origins(values, study.first)
+  origins = variances.origins(values, study.parents)
   # All seeds of `adapted` have one source.
-  assert {k for k, (_, random) in found.items() if random} == {
-    'shared',
-    'scratch',
-    'tuned',
-    'again',
+  random = 'shared scratch tuned again merge merge_tuned'
+  assert {k for k, x in origins.items() if x == ('a', True)} == {
+    *random.split()
   }
+  assert origins['adapted'] == ('a', False)
 
 
 def test_few_degrees_of_freedom_have_upper_bounds(tmp_path):

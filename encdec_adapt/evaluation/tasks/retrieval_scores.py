@@ -27,7 +27,7 @@ NAME = 'retrieval'
 METRICS = ('found', 'rouge1', 'choice')
 # Maximum tokens of an answer: the longest, three codes, has 33 characters, each
 # a token in a byte vocabulary.
-_ANSWER_TOKENS = 48
+ANSWER_TOKENS = 48
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +62,7 @@ class RetrievalEvaluation:
       (len(prompt), example.task)
       for example, prompt in zip(examples, prompts, strict=True)
     )
-    limit = pretrained_files.prompt_room(stored, _ANSWER_TOKENS)
+    limit = pretrained_files.prompt_room(stored, ANSWER_TOKENS)
     if limit and longest > limit:
       key = pretrained_files.positions_key(stored, stored.prompt_side)
       raise errors.UserError(
@@ -94,7 +94,7 @@ class RetrievalEvaluation:
     ]
     count, total = len(prompts), len(prompts) + len(pairs)
     requests = [
-      engine_lib.Request(np.array(prompt, np.int32), _ANSWER_TOKENS)
+      engine_lib.Request(np.array(prompt, np.int32), ANSWER_TOKENS)
       for prompt in prompts
     ]
     completions = model.engine(rows=rows).run(requests)

@@ -88,13 +88,16 @@ class Retrieval:
 
   def options(self) -> results_store.Options:
     """Returns all inputs of the scores."""
-    return {
+    options = {
       'retrieval': results_store.text_digest(self.text),
       'lengths': list(self.lengths),
       'examples': self.count,
       'seed': self.seed,
-      'kinds': list(self.kinds),
     }
+    # Without the key of results from before kinds could be chosen.
+    if self.kinds != tuple(FACTS):
+      options['kinds'] = list(self.kinds)
+    return options
 
   def tasks(self) -> list[str]:
     """Returns the names of the tasks."""
@@ -173,16 +176,16 @@ def read(
     limit: examples per task.
 
   Raises:
-    UserError: the text is missing, a length is not a number, or a kind is none.
+    UserError: the text is missing, a length is not a number, or a kind unknown.
   """
   tokens = {
     part.read(int, 'a number of tokens, as in 256,512.', lambda n: n > 0)
     for part in option_strings.Part('--retrieval_lengths', lengths).divide(',')
   }
-  named = [
+  named = {
     part.read(str, f'one of {", ".join(FACTS)}', FACTS.__contains__)
     for part in option_strings.Part('--retrieval_tasks', kinds).divide(',')
-  ]
+  }
   if 'text' not in text_sources.document_kinds(source):
     raise errors.UserError(
       f'--retrieval={source} has no plain text; give text:GLOB or jsonl:GLOB.'
@@ -197,7 +200,8 @@ def read(
   if not text.strip():
     raise errors.UserError(f'--retrieval={source} is empty; give some text.')
   count = limit or _EXAMPLES
-  return Retrieval(text, sorted(tokens), count, kinds=named)
+  chosen = tuple(kind for kind in FACTS if kind in named)
+  return Retrieval(text, sorted(tokens), count, kinds=chosen)
 
 
 def draw_facts(rng: np.random.Generator) -> tuple[list[str], list[str]]:
