@@ -10,10 +10,10 @@ Not controlled: parameters, which are what is saved, and how soon each adapts:
 at cpu pairs train on a twelfth of their source's tokens, and are still .1 nats
 behind it on text. Cross-attention in global layers only is behind by little
 more than the smallest difference, and its pair uses its inputs least (with
-other inputs .10 nats more, of the others .18 to .20), as fewer layers read
-them. The paper takes Gemma 2 2B and 400B tokens, as `pod` does, and measures
-points of tasks. `cpu` took an hour of stages, two at a time on two cores, with
-those of `separate` from `encoder`.
+other inputs .10 nats more, of the others .18 to .20). The paper takes Gemma 2
+2B and 400B tokens, as `pod` does, and measures points of tasks. `cpu` took an
+hour of stages, two at a time on two cores, with those of `separate` from
+`encoder`.
 """
 
 from encdec_adapt.configs.studies import shared
