@@ -112,8 +112,8 @@ class Size:
     seeds: repetitions.
     steps: updates of an arm.
     prompts: training prompts that are sampled for preferences.
-    held_out: most held-out rows, and prompts that are measured; there are 351
-      rows, and 181 prompts outside of the development part that fit.
+    held_out: most held-out rows, and prompts that are measured; there are 350
+      rows, and 180 prompts outside of the development part that fit.
     batch: prompts of a step.
     development: most rows of the development part that a job evaluates on; 116
       prompts of it fit.
