@@ -608,17 +608,16 @@ def claim(contrast, sentence, source, paper, direction='less', **fields):
   )
 
 
-def claims(*rows, cited='', **fields):
+def claims(*rows, **fields):
   """Returns a claim for each row.
 
   Args:
     *rows: contrast, sentence, source, numbers of the paper, and a mapping of
       fields that differ from `fields`.
-    cited: paper before all sources, if any.
     **fields: fields of all claims.
   """
   return tuple(
-    claim(contrast, text, f'{cited}{source}', numbers, **fields | changes)
+    claim(contrast, text, source, numbers, **fields | changes)
     for contrast, text, source, numbers, changes in rows
   )
 

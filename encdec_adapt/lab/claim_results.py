@@ -282,13 +282,20 @@ def result(collected: Collected, claim: pages.Claim) -> Result:
       found = power(claim, study, origins)
       notes = ['low power'] if found and found.is_low else []
       # A gain is that of its first two arms.
-      leads = [lead(runs, metric, evaluation) for runs in arms[:2]]
-      leads = [x for x in leads if x is not None]
+      leads = zip(arms[:2], claim.contrast, strict=False)
+      leads = {x: lead(runs, metric, evaluation) for runs, x in leads}
+      leads = {x: ahead for x, ahead in leads.items() if ahead is not None}
+      most = max(leads.values(), default=0.0)
       if not leads:
         notes.append('no floor')
-      elif max(leads) < claim.smallest:
+      elif most < claim.smallest:
         verdict = verdicts.NOT_LEARNED
-        notes.append(f'ahead of the floor by at most {max(leads):.3g}')
+        notes.append(f'ahead of the floor by at most {most:.3g}')
+      notes += [
+        f'{x} has not learned'
+        for x, ahead in leads.items()
+        if ahead < claim.smallest <= most
+      ]
       note = ', '.join(notes)
   return Result(claim, confidence, **{'note': note, **effect}, verdict=verdict)
 

@@ -254,12 +254,19 @@ def test_a_gain_needs_a_model_that_has_learned_by_tuning():
   def verdict(costs):
     runs = [_reading_inputs(x, costs[x.model]) for x in content.runs]
     (result,) = _results(dataclasses.replace(content, runs=runs))
-    return result.verdict
+    return result.outcome
 
   # What the model before tuning reads does not count.
   costs = {'scratch': 0.0, 'adapted': 0.0, 'source': 1.0}
-  assert verdict(costs) == 'not learned'
-  assert verdict(costs | {'adapted': 1.0}) == 'reproduced'
+  assert verdict(costs) == (
+    'not learned at 2.35 M parameters: ahead of the floor by at most 0'
+  )
+  assert verdict(costs | {'adapted': 1.0}) == (
+    'reproduced at 2.35 M parameters: scratch has not learned'
+  )
+  assert verdict(costs | {'adapted': 1.0, 'scratch': 1.0}) == (
+    'reproduced at 2.35 M parameters'
+  )
 
 
 def test_the_most_frequent_label_is_a_floor():
