@@ -12,7 +12,7 @@ the answer is its text, word for word: what is measured is whether a model
 copies from what it reads. The loss hardly tells whether it finds the row that
 is asked for: the choice among four rows is worth ln 4 nats of a whole answer.
 `table=none` leaves the table out, and `table=asked` all rows but the one that
-is asked for: what models answer then are floors. Every docstring is in one
+is asked for: two points to compare losses with. Every docstring is in one
 table; all four questions on a table are on the same side of the split.
 
 This module imports neither TensorFlow nor SeqIO nor jax.

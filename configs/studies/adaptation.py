@@ -19,9 +19,9 @@ lead on the wider decoder, .19, is its source's. The pair with the smaller
 decoder has that as its teacher, which is .57 nats behind. The paper distills
 all of the loss, `cpu` half. Untaught pairs share the rate of the taught one,
 the unbalanced pair that of the adapted one, and the decoder at equal tokens
-that of the one at equal FLOPs. In the paper, pairs of the sizes S and B are
-better from scratch than adapted before tuning; these are smaller. `cpu` took
-6.8 hours of stages, two at a time on two cores.
+that of the one at equal FLOPs. In the paper, before tuning, pairs of the sizes
+S and B are better from scratch than adapted; these are smaller. `cpu` took 6.8
+hours of stages, two at a time on two cores.
 """
 
 import dataclasses

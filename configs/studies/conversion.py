@@ -22,9 +22,9 @@ its paper has a cosine decay. `continued` reads the rows of its source again,
 so that its loss on prefixes has no verdict. At cpu sources have read 1.6M
 tokens, a hundred thousandth of the paper's, and adaptation has little to reuse.
 The smallest difference is that of adapted pairs; a quarter more tokens give
-models from random weights .1 nats, and LM adaptation is .08 behind: with that
-as the smallest difference, as in `wang`, its claim would be reproduced. `cpu`
-took 4.1 hours of stages, two at a time on two cores.
+models from random weights .1 nats, and LM adaptation is .08 behind. With .1 as
+the smallest difference, as in `wang`, its claim would be reproduced. `cpu` took
+4.1 hours of stages, two at a time on two cores.
 """
 
 import dataclasses
@@ -143,7 +143,7 @@ CLAIMS = shared.claims(
     ('continued', 'ul2r'),
     'UL2R gives a decoder a lower loss than training it on as it was.',
     f'{shared.OURS}, on U-PaLM (arXiv:2210.11399), Table 1',
-    'BBES 67.7, PaLM 64.3; half of the FLOPs',
+    'BBES 67.7, PaLM 64.3; as good as PaLM at half of the FLOPs',
     {},
   ),
   (

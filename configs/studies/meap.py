@@ -13,13 +13,13 @@ Not controlled: at cpu masks are in the last .8M of 6.9M tokens; at gpu shares
 and spans share the learning rate of MEAP. Left out: masked copies in tuning,
 which MEAP makes for answers of more than 50 tokens, and questions on 20
 documents. Both exceed the rows of these decoders. Accuracy on commonsense is
-not measured. At cpu both models find only needles at the end of the text, in
-.50 and .56 of the questions, and elsewhere choose the right code as by chance
-(.19 to .33; chance: .25). Masks take attention off in a model without masks in
-training, too: .13, where MEAP's has .34, and make its other attention vary
-more, by .021, where MEAP's has .002. The rate of MEAP is the smallest tried;
-its rates from 1e-4 to 1e-3 differ by .014. `cpu` took 1.3 hours of stages, two
-at a time on two cores.
+not measured. At cpu no model answers with a needle's code. Both choose the
+right one of four for needles at the end of the text (.50 and .56 of the
+questions), elsewhere as by chance (.19 to .33; chance: .25). Masks take
+attention off in a model without masks in training, too: .13, where MEAP's has
+.34, and make its other attention vary more, by .021, where MEAP's has .002. The
+rate of MEAP is the smallest tried; its rates from 1e-4 to 1e-3 differ by .014.
+`cpu` took 1.3 hours of stages, two at a time on two cores.
 """
 
 from encdec_adapt.configs.studies import cells, shared

@@ -475,8 +475,8 @@ def tuned(size, arm, rate, steps=0, **changes):
   )
 
 
-def floors(arm, models):
-  """Returns commands and evaluations of the floors of look-ups.
+def partial_tables(arm, models):
+  """Returns commands and evaluations of look-ups with less of the table.
 
   Models answer the questions that are held out of an arm, without the table
   (no_table), and with the row that is asked for alone (asked_row). Questions

@@ -8,8 +8,8 @@ it, and the pair from scratch with the decoder as teacher; the adapted pair also
 without dropout, and on a mixture with prompts about packages of Python's text.
 Gains are of the loss of held-out answers, before and after. The floor is the
 loss with other inputs. Tuned models are also measured without the table and
-with the row that is asked for alone, on all held-out questions, also those
-whose table is too long.
+with the row that is asked for alone, on all held-out questions, including
+those whose table is too long.
 
 Not controlled: a pair has had adaptation beyond the decoder's training, and has
 twice its layers (see `adaptation` for both). At cpu the pair from scratch reads
@@ -26,7 +26,7 @@ between no table (3.40) and the asked row alone (2.10), at 2.85; its source,
 which has always read causally, is at 2.07: the claim is on how soon it gets
 used to another mask. All tuned models but one have dropout, which costs the
 pair .57; what it costs decoders is not measured. `cpu` took 2.2 hours of
-stages, two at a time on two cores.
+stages, one at a time on two cores.
 """
 
 import dataclasses
@@ -58,7 +58,7 @@ def get_study(arg=None):
     shared.prompted(tuned[0]), name='adapted_prompted'
   )
   arms = (*pairs, base, prefix, *tuned, dry)
-  commands, floors = shared.floors(base, (base, prefix, *tuned))
+  commands, partial = shared.partial_tables(base, (base, prefix, *tuned))
   return shared.study(
     'tuning',
     'Tuning on answers',
@@ -68,7 +68,7 @@ def get_study(arg=None):
     evaluations=(
       shared.measured('answers', 'adapted_tuned', arms, 'base'),
       shared.measured('prompted', 'adapted_prompted', [prompted]),
-      *floors,
+      *partial,
     ),
     # Those of the stored runs.
     middles={x.name: 1e-3 for x in (base, prefix, *tuned)},

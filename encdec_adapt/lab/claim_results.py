@@ -281,23 +281,31 @@ def result(collected: Collected, claim: pages.Claim) -> Result:
       origins = variances.origins(values, study.parents)
       found = power(claim, study, origins)
       notes = ['low power'] if found and found.is_low else []
-      # A gain is that of its first two arms.
-      leads = zip(arms[:2], claim.contrast, strict=False)
-      leads = {x: lead(runs, metric, evaluation) for runs, x in leads}
-      leads = {x: ahead for x, ahead in leads.items() if ahead is not None}
-      most = max(leads.values(), default=0.0)
-      if not leads:
-        notes.append('no floor')
-      elif most < claim.smallest:
-        verdict = verdicts.NOT_LEARNED
-        notes.append(f'ahead of the floor by at most {most:.3g}')
-      notes += [
-        f'{x} has not learned'
-        for x, ahead in leads.items()
-        if ahead < claim.smallest <= most
-      ]
-      note = ', '.join(notes)
+      verdict, learned = _by_floors(verdict, claim, arms, evaluation)
+      note = ', '.join(notes + learned)
   return Result(claim, confidence, **{'note': note, **effect}, verdict=verdict)
+
+
+def _by_floors(
+  verdict: str,
+  claim: pages.Claim,
+  arms: Sequence[Sequence[Run]],
+  evaluation: Evaluation,
+) -> tuple[str, list[str]]:
+  """Returns the verdict, and notes on arms that have not learned."""
+  leads = {}
+  # Of a gain, the first two arms are those after tuning.
+  for name, runs in zip(claim.contrast[:2], arms[:2], strict=True):
+    ahead = lead(runs, claim.metric, evaluation)
+    if ahead is not None:
+      leads[name] = ahead
+  if not leads:
+    return verdict, ['no floor']
+  most = max(leads.values())
+  if most < claim.smallest:
+    return verdicts.NOT_LEARNED, [f'ahead of the floor by at most {most:.3g}']
+  behind = [x for x, ahead in leads.items() if ahead < claim.smallest]
+  return verdict, [f'{x} has not learned' for x in behind]
 
 
 def lead(

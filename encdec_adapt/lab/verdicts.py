@@ -24,7 +24,7 @@ from encdec_adapt.lab import variances
 REPRODUCED, CONTRADICTED = 'reproduced', 'contradicted'
 NO_DIFFERENCE, UNDECIDED = 'no difference', 'undecided'
 POSITIVE, NEGATIVE = 'positive, size open', 'negative, size open'
-# No arm of the claim is above its floor (`pages.Evaluation.floors`).
+# No arm of the claim is ahead of its floor by m (`pages.Evaluation.floors`).
 NOT_LEARNED = 'not learned'
 _POWER = 0.8
 _DRAWS = 2000  # Standard error of a power of 0.8: 0.009.

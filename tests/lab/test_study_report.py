@@ -251,20 +251,20 @@ def test_a_gain_needs_a_model_that_has_learned_by_tuning():
   gain = _claim(('scratch', 'adapted', 'source', 'source'))
   content = _collected(_study(claims=(gain,)))
 
-  def verdict(costs):
+  def outcome(costs):
     runs = [_reading_inputs(x, costs[x.model]) for x in content.runs]
     (result,) = _results(dataclasses.replace(content, runs=runs))
     return result.outcome
 
   # What the model before tuning reads does not count.
   costs = {'scratch': 0.0, 'adapted': 0.0, 'source': 1.0}
-  assert verdict(costs) == (
+  assert outcome(costs) == (
     'not learned at 2.35 M parameters: ahead of the floor by at most 0'
   )
-  assert verdict(costs | {'adapted': 1.0}) == (
+  assert outcome(costs | {'adapted': 1.0}) == (
     'reproduced at 2.35 M parameters: scratch has not learned'
   )
-  assert verdict(costs | {'adapted': 1.0, 'scratch': 1.0}) == (
+  assert outcome(costs | {'adapted': 1.0, 'scratch': 1.0}) == (
     'reproduced at 2.35 M parameters'
   )
 
