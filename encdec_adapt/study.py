@@ -176,7 +176,7 @@ def _report(
   if study.readme:
     found = _pages(states)
     for page, flags_of in found.values():
-      if page.results and paths.at(page.results).exists():
+      if page.results:
         of_page = stage_states.States(page, stages.resolve(page))
         if not of_page.unfinished:  # Its sittings are over.
           _report(page, of_page, flags_of)

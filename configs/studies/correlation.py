@@ -9,6 +9,12 @@ tunings; at `cpu` no model of `adaptation` is tuned. Spearman's
 correlation (Encoder-Decoder Gemma, arXiv:2504.06225, Figure 6: across sizes .97
 and .89, within a size .42 and .05) only describes these models: across sizes it
 needs arms of four sizes, within one six arms of it. No claim is made of it.
+
+At cpu the loss on text before and that on look-ups after tuning have .70 over
+the five tuned models of `objectives`, which share a decoder and a rate in
+tuning. On `tuning` the losses on look-ups before and after it have .50 over
+three: the adapted pair and its decoder begin within .04 nats of each other, and
+end 2.2 nats apart.
 """
 
 from encdec_adapt.configs.studies import (

@@ -165,6 +165,6 @@ def find(path: str) -> tuple[dict[str, str], dict[str, Stored]]:
       # Hours count once; the shape of a model is missing where it is only read.
       facts = x.facts | {'own': other == file and x.facts['own']}
       identity = facts['state']['identity']
-      if identity not in stored or stored[identity].facts.keys() <= {*facts}:
-        stored[identity] = Stored(facts, x.rows)
+      before = stored[identity].facts if identity in stored else {}
+      stored[identity] = Stored({**before, **facts}, x.rows)
   return claims, stored

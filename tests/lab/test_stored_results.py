@@ -133,6 +133,9 @@ def test_results_of_shipped_pages_travel_with_a_checkout(monkeypatch):
 
 
 _PAGE = """
+import types
+
+from encdec_adapt.configs.studies import combined
 from encdec_adapt.lab import pages
 
 STACK = dict(layers=1, width=16, mlp_width=32, heads=2, kv_heads=1, head_dim=8)
@@ -156,7 +159,7 @@ def get_study(arg):
     'Tuned is ahead.', 'a paper', '+1', ('pair', 'tuned'), 'held_out/loss',
     'less', 0.2 if arg == 'claim' else 0.1, 'noise', primary=True,
   )
-  return pages.Study(
+  page = pages.Study(
     'small', 'A study', 'tiny',
     arms=(
       pages.Arm('pair', 'base', CHANGES, rate='rate'),
@@ -170,6 +173,10 @@ def get_study(arg):
     evaluations=(pages.Evaluation('loss', records='pair'),),
     rates=(pages.Rate('rate', 'pair', (1e-3, 3e-3), 1, extra=0),),
     root='runs/studies/small', results='results/small.csv',
+  )
+  size = types.SimpleNamespace(name='tiny')
+  return page if arg != 'read' else combined.study(
+    'read', 'Of its models', size, [page], results='results/read.csv',
   )
 """
 _ALL = """
@@ -198,7 +205,8 @@ def test_a_study_without_its_runs_has_the_same_report(
     return json.loads((tmp_path / 'runs/studies/small/report.json').read_text())
 
   trained = report()
-  stored = (tmp_path / 'results' / 'small.csv').read_bytes()
+  stored_file = tmp_path / 'results' / 'small.csv'
+  stored = stored_file.read_bytes()
   numbers = (tmp_path / 'runs/studies/small/numbers.csv').read_text()
   assert str(tmp_path).encode() not in stored
   file = tmp_path / 'runs/studies/small/loss_pair/results.jsonl'
@@ -207,7 +215,7 @@ def test_a_study_without_its_runs_has_the_same_report(
   file.write_text('\n'.join(map(json.dumps, results)) + '\n')
   with pytest.raises(errors.UserError, match='results of stage loss_pair than'):
     report(flags=('--report',))
-  assert (tmp_path / 'results' / 'small.csv').read_bytes() == stored
+  assert stored_file.read_bytes() == stored
   shutil.rmtree(tmp_path / 'runs')
   run_stage = lambda stage, *_, **__: pytest.fail(stage.name)  # noqa: E731
   monkeypatch.setattr(study, 'run_stage', run_stage)
@@ -221,18 +229,22 @@ def test_a_study_without_its_runs_has_the_same_report(
   assert findings == trained['findings'] and 'rate: the best' in findings[0]
   assert note.startswith('10 of 10 stages are stored results')
   assert (tmp_path / 'runs/studies/small/numbers.csv').read_text() == numbers
-  assert (tmp_path / 'results' / 'small.csv').read_bytes() == stored
+  assert stored_file.read_bytes() == stored
   # From the file alone, too.
   shutil.rmtree(tmp_path / 'runs')
   assert tiny.call(study, '--study=all.py', '--report') == 0
   (cells,) = trained['claims']
   text = f'{cells["effect"]} ({cells["interval"]}) | {cells["verdict"]} |'
   assert text in (tmp_path / 'README.md').read_text()
+  # A page of these models reads them, and has no copy.
+  assert tiny.call(study, '--study=page.py:read', '--report') == 0
+  assert '10 of 10 stages are stored results' in capsys.readouterr().out
+  assert {*(tmp_path / 'results').iterdir()} == {stored_file}
   # Stages of other text, or of another Python, are others; nothing is lost.
   text = (tmp_path / 'lines.txt').read_text()
   (tmp_path / 'lines.txt').write_text(f'{text}\none more')
   assert tiny.call(study, '--study=page.py', '--report') == 0
-  assert (tmp_path / 'results' / 'small.csv').read_bytes() == stored
+  assert stored_file.read_bytes() == stored
   (tmp_path / 'lines.txt').write_text(text)
   # What another seed needs runs, and no rate is chosen again.
   capsys.readouterr()
@@ -254,7 +266,7 @@ def test_a_study_without_its_runs_has_the_same_report(
     and "'less by 0.2" in x
     for x in changed
   )
-  _edit(tmp_path / 'results' / 'small.csv', _value_and_digest)
+  _edit(stored_file, _value_and_digest)
   with pytest.raises(errors.UserError, match='small.csv: .* were edited'):
     report()
 
