@@ -6,6 +6,7 @@ resumes it.
 """
 
 from collections.abc import Callable, Sequence
+import contextlib
 import datetime
 import os
 import pathlib
@@ -26,6 +27,9 @@ from encdec_adapt.telemetry import environment, progress
 
 # Polling interval for stages of other workers, in seconds.
 _POLL = 2.0
+# Seconds between two signals to a worker that is to stop: a training past its
+# last step ignores them, and the worker would begin another stage.
+_AGAIN = 10.0
 # Commands without a model on a device.
 _WITHOUT_DEVICES = ('materialize', 'convert')
 # Runs a stage with its arguments; returns an exit status, and the rate chosen
@@ -207,7 +211,13 @@ def start(arguments: Sequence[str], jobs: int) -> list[int]:
     _set_cores(shared)
     if signals:
       stop()  # A worker that was starting.
-    statuses = [worker.wait() for worker in workers]
+    for worker in workers:
+      while worker.poll() is None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+          worker.wait(_AGAIN)
+        if signals:
+          stop()
+    statuses = [worker.returncode for worker in workers]
     return [exit_status.RESTART] * jobs if signals else statuses
   finally:
     _set_cores(shared)

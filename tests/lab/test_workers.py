@@ -17,7 +17,11 @@ while :; do sleep 0.05; done
 """
 
 
-@pytest.mark.parametrize('trap', ["trap 'exit 75' TERM", ''])
+# The last ignores a signal, as a training past its last step.
+@pytest.mark.parametrize(
+  'trap',
+  ["trap 'exit 75' TERM", '', """trap 'trap "exit 75" TERM' TERM"""],
+)
 def test_sigterm_stops_all_workers(trap, tmp_path, monkeypatch):
   script = tmp_path / 'worker'
   script.write_text(_WORKER.replace('TRAP', trap))
@@ -31,6 +35,7 @@ def test_sigterm_stops_all_workers(trap, tmp_path, monkeypatch):
     os.kill(os.getpid(), signal.SIGTERM)
 
   monkeypatch.setattr(workers, '_gpus', list)
+  monkeypatch.setattr(workers, '_AGAIN', 0.5)
   before = signal.getsignal(signal.SIGTERM)
   threading.Thread(target=interrupt).start()
   assert workers.start([], jobs) == [75] * jobs
