@@ -3,9 +3,10 @@
     python -m encdec_adapt.study --study=configs/studies/efficiency.py:size=cpu
 
 Measures FLOPs (as computed, and as the paper counts them), latency and memory
-of requests of as many tokens as a row, for the models of `adaptation`,
-`objectives` and `tuning` before tuning and their decoders, and shows them
-against held-out loss. It trains nothing that these pages have trained.
+of requests of as many tokens as a row, for the models of `adaptation` and their
+decoders, one of each shape, and shows them against held-out loss. It trains
+nothing that this page has trained. Pairs of other pages have the shape of
+`adapted`, and cost as much.
 
 Latency is of this machine, at batch 1, and shared by all seeds of an arm: its
 claims are over one seed of each and have no verdict. Run it on an idle machine
@@ -13,20 +14,18 @@ with `--jobs=1`. FLOPs are counted and have no error; the paper's count omits
 cross-attention, so that a pair costs less by construction.
 """
 
-from encdec_adapt.configs.studies import combined, correlation, shared
+from encdec_adapt.configs.studies import adaptation, combined, shared
 from encdec_adapt.lab import pages
 
 
 def get_study(arg=None):
   """Returns the page of a size (`shared.size`)."""
-  size = shared.size(arg)
-  studies = [page.get_study(arg) for page in correlation.PAGES]
-  # Tuning changes no cost.
+  size, page = shared.size(arg), adaptation.get_study(arg)
+  # The others have the shape of `adapted` or of `base`.
   models = tuple(
-    f'{study.name}.{model}'
-    for study in studies
-    for model in study.evaluations[0].models
-    if '_tuned' not in model
+    f'{page.name}.{model}'
+    for model in page.evaluations[0].models
+    if not model.startswith(('scratch', 'continued'))
   )
   cost = pages.Evaluation(
     'cost',
@@ -40,7 +39,7 @@ def get_study(arg=None):
     'efficiency',
     'Quality against FLOPs and latency',
     size,
-    studies,
+    [page],
     evaluations=(cost,),
     claims=CLAIMS,
     note=shared.note(__doc__),

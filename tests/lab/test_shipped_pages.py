@@ -240,7 +240,7 @@ def test_scratch_costs_as_much_as_source_adaptation_and_teacher():
 
 
 def test_pages_of_other_pages_have_their_names():
-  page = _page('efficiency')
+  page = _page('correlation')
   arms = {arm.name: arm for arm in page.arms}
   tuned = arms['tuning.prefix_tuned']
   assert tuned.starts['init.encoder'] == 'tuning.base'
