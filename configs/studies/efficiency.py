@@ -2,11 +2,12 @@
 
     python -m encdec_adapt.study --study=configs/studies/efficiency.py:size=cpu
 
-Measures FLOPs (as computed, and as the paper counts them), latency and memory
-of requests of as many tokens as a row, for the models of `adaptation` and their
-decoders, one of each shape, and shows them against held-out loss. It trains
-nothing that this page has trained. Pairs of other pages have the shape of
-`adapted`, and cost as much.
+Measures latency, memory and FLOPs (as computed, and as the paper counts them)
+of the models of `adaptation` and their decoders, for requests of as many tokens
+as a row, and plots held-out loss against them. It reads models that
+`adaptation` has trained. Left out are pairs from random weights, which have the
+shape of `adapted` and a higher loss, and the decoder trained on for equal
+tokens, which has that of `continued_flops`, trained on for longer.
 
 Latency is of this machine, at batch 1, and shared by all seeds of an arm: its
 claims are over one seed of each and have no verdict. Run it on an idle machine
@@ -17,15 +18,16 @@ cross-attention, so that a pair costs less by construction.
 from encdec_adapt.configs.studies import adaptation, combined, shared
 from encdec_adapt.lab import pages
 
+LEFT_OUT = 'scratch', 'scratch_taught', 'scratch_total', 'continued'
+
 
 def get_study(arg=None):
   """Returns the page of a size (`shared.size`)."""
   size, page = shared.size(arg), adaptation.get_study(arg)
-  # The others have the shape of `adapted` or of `base`.
   models = tuple(
     f'{page.name}.{model}'
     for model in page.evaluations[0].models
-    if not model.startswith(('scratch', 'continued'))
+    if model not in LEFT_OUT
   )
   cost = pages.Evaluation(
     'cost',

@@ -165,6 +165,6 @@ def find(path: str) -> tuple[dict[str, str], dict[str, Stored]]:
       # Hours count once; the shape of a model is missing where it is only read.
       facts = x.facts | {'own': other == file and x.facts['own']}
       identity = facts['state']['identity']
-      before = stored[identity].facts if identity in stored else {}
-      stored[identity] = Stored({**before, **facts}, x.rows)
+      earlier = stored[identity].facts if identity in stored else {}
+      stored[identity] = Stored({**earlier, **facts}, x.rows)
   return claims, stored

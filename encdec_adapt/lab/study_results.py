@@ -129,7 +129,7 @@ def store(content: collected.Collected, states: stage_states.States) -> None:
   """Writes the results of finished stages to the file of the study.
 
   Results of the same identity in the file stay where a stage is not finished.
-  A page of the models of other pages stores what no other page has.
+  A page of other pages' models stores only stages that ran in its own folder.
 
   Raises:
     UserError: scores of a stage were edited in its folder.
@@ -163,7 +163,7 @@ def store(content: collected.Collected, states: stage_states.States) -> None:
     missing = states.stages.keys() & in_file.keys() - results
     results |= {name: x for name, x in in_file.items() if name in missing}
   facts = {'study': study.name, 'claims': states.terms}
-  if all('.' in arm.name for arm in study.arms):
+  if any(study.origin(x)[0] != study.name for x in study.evaluations):
     results = {name: x for name, x in results.items() if x.facts['own']}
   if results:
     stored_results.write(study.results, facts, results)

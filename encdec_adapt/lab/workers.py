@@ -6,7 +6,6 @@ resumes it.
 """
 
 from collections.abc import Callable, Sequence
-import contextlib
 import datetime
 import os
 import pathlib
@@ -27,9 +26,9 @@ from encdec_adapt.telemetry import environment, progress
 
 # Polling interval for stages of other workers, in seconds.
 _POLL = 2.0
-# Seconds between two signals to a worker that is to stop: a training past its
-# last step ignores them, and the worker would begin another stage.
-_AGAIN = 10.0
+# Interval of repeated SIGTERMs, in seconds: a training past its last step drops
+# the signal, and its worker would start the next stage.
+_SIGNAL_INTERVAL = 10.0
 # Commands without a model on a device.
 _WITHOUT_DEVICES = ('materialize', 'convert')
 # Runs a stage with its arguments; returns an exit status, and the rate chosen
@@ -159,7 +158,7 @@ def start(arguments: Sequence[str], jobs: int) -> list[int]:
   """Starts workers on this machine, each with a share of its cores or GPUs.
 
   Output lines are prefixed with the number of the worker. SIGTERM stops them
-  all; training saves its step.
+  all, and is repeated until they end; training saves its step.
 
   Args:
     arguments: arguments of `encdec_adapt.study` for a worker.
@@ -213,10 +212,11 @@ def start(arguments: Sequence[str], jobs: int) -> list[int]:
       stop()  # A worker that was starting.
     for worker in workers:
       while worker.poll() is None:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-          worker.wait(_AGAIN)
-        if signals:
-          stop()
+        try:
+          worker.wait(_SIGNAL_INTERVAL)
+        except subprocess.TimeoutExpired:
+          if signals:
+            stop()
     statuses = [worker.returncode for worker in workers]
     return [exit_status.RESTART] * jobs if signals else statuses
   finally:

@@ -251,6 +251,12 @@ def test_pages_of_other_pages_have_their_names():
   assert command.arguments[-1] == '--output={objectives.merged}'
 
 
+def test_efficiency_measures_each_shape_at_its_lowest_loss():
+  cost = _page('efficiency').evaluations[-1]
+  names = 'adapted', 'continued_flops', 'wide', 'unbalanced', 'base', 'small'
+  assert {*cost.models} == {f'adaptation.{x}' for x in names}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize('name', NAMES)
 def test_arms_of_paired_claims_read_equal_rows(name):

@@ -17,7 +17,7 @@ while :; do sleep 0.05; done
 """
 
 
-# The last ignores a signal, as a training past its last step.
+# The last worker drops the first SIGTERM, as a training past its last step.
 @pytest.mark.parametrize(
   'trap',
   ["trap 'exit 75' TERM", '', """trap 'trap "exit 75" TERM' TERM"""],
@@ -35,7 +35,7 @@ def test_sigterm_stops_all_workers(trap, tmp_path, monkeypatch):
     os.kill(os.getpid(), signal.SIGTERM)
 
   monkeypatch.setattr(workers, '_gpus', list)
-  monkeypatch.setattr(workers, '_AGAIN', 0.5)
+  monkeypatch.setattr(workers, '_SIGNAL_INTERVAL', 0.5)
   before = signal.getsignal(signal.SIGTERM)
   threading.Thread(target=interrupt).start()
   assert workers.start([], jobs) == [75] * jobs
