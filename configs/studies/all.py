@@ -4,11 +4,11 @@
 
 Each page is a stage of its own, with a report in its folder
 (runs/studies/NAME_SIZE); a stage that two pages have in common runs once. `cpu`
-costs at most 3.5e15 FLOPs, about fourteen hours on two quiet cores with
---jobs=2 and `post_training`, which starts from models of `adaptation`. One page
-that fails does not stop the others. At `cpu` the report, also by --report,
-writes the table of all claims into README.md; pages that were not run again
-keep their lines (results.json).
+costs at most 3.9e15 FLOPs, 14 to 18 hours on two quiet cores with --jobs=2;
+4.3e14 of them are those of `post_training`, which starts from models of
+`adaptation`. One page that fails does not stop the others. At `cpu` the report,
+also by --report, writes the table of all claims into README.md; pages that were
+not run again keep their lines (results.json).
 """
 
 from encdec_adapt import configs

@@ -135,7 +135,8 @@ def _readme_row(
 ) -> dict[str, str]:
   setting = f'{report["study"]}, {report["size"]}; {cells["contrast"]}'
   for unit in ('seeds', 'groups'):
-    setting += f'; {cells[unit]} {unit}' if cells[unit] else ''
+    name = unit[:-1] if cells[unit] == '1' else unit
+    setting += f'; {cells[unit]} {name}' if cells[unit] else ''
   smallest, _, _ = cells['smallest that matters'].partition(':')
   setting += f'; claimed {cells["claimed"]}, m = {smallest}'
   setting += f', level {cells["level"]}' if cells['level'] else ''

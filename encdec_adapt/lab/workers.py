@@ -211,12 +211,9 @@ def start(arguments: Sequence[str], jobs: int) -> list[int]:
     if signals:
       stop()  # A worker that was starting.
     for worker in workers:
-      while worker.poll() is None:
-        try:
-          worker.wait(_SIGNAL_INTERVAL)
-        except subprocess.TimeoutExpired:
-          if signals:
-            stop()
+      while not _has_ended(worker):
+        if signals:
+          stop()
     statuses = [worker.returncode for worker in workers]
     return [exit_status.RESTART] * jobs if signals else statuses
   finally:
@@ -225,6 +222,14 @@ def start(arguments: Sequence[str], jobs: int) -> list[int]:
     stop()
     for thread in threads:
       thread.join()
+
+
+def _has_ended(worker: subprocess.Popen) -> bool:
+  try:
+    worker.wait(_SIGNAL_INTERVAL)
+  except subprocess.TimeoutExpired:
+    return False
+  return True
 
 
 def _print_lines(number: int, worker: subprocess.Popen) -> None:
