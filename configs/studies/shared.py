@@ -538,7 +538,7 @@ def labelled(
     'data.decoder_length': 0,
     # A module is a group of rows, a third of them for the development part.
     # One of few seeds below 400 that leave 50 pieces of every package to train
-    # on, and 32 to report.
+    # on, and at least 16 to report.
     'data.seed': 0 if books else 50,
     'data.eval_fraction': 0.2 if books else 0.35,
     'data.eval_rows': 4096 if books else 384,

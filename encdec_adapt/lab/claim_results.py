@@ -86,9 +86,9 @@ class Result:
     return f'{self._text(self.low)} to {self._text(self.high)}'
 
   def _text(self, value: float) -> str:
-    # Two digits of the smallest relevant difference.
-    digits = max(0, 1 - math.floor(math.log10(self.claim.smallest)))
-    return f'{value:+.{digits}f}'
+    # Two digits of the smallest relevant difference; three of counts.
+    digits = 1 - math.floor(math.log10(self.claim.smallest))
+    return f'{value:+.{digits}f}' if digits > 1 else f'{value:+.3g}'
 
   @property
   def drawn(self) -> tuple[str | float | None, ...]:

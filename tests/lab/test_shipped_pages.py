@@ -253,7 +253,7 @@ def test_pages_of_other_pages_have_their_names():
 
 def test_efficiency_measures_each_shape_at_its_lowest_loss():
   cost = _page('efficiency').evaluations[-1]
-  names = 'adapted', 'continued_flops', 'wide', 'unbalanced', 'base', 'small'
+  names = 'adapted', 'continued_flops', 'wide', 'unbalanced'
   assert {*cost.models} == {f'adaptation.{x}' for x in names}
 
 

@@ -367,6 +367,15 @@ def test_a_claim_is_drawn_on_the_side_that_it_claims(direction, side):
   assert drawn == pytest.approx([side * 25, side * 30, side * 20])
 
 
+@pytest.mark.parametrize(
+  'smallest,effect,text',
+  [(0.02, -0.1234, '-0.123'), (0.5, 1.0, '+1.00'), (1.0, -2e7, '-2e+07')],
+)
+def test_effects_have_digits_by_what_matters(smallest, effect, text):
+  claim = _claim(('scratch', 'adapted'), smallest=smallest)
+  assert claim_results.Result(claim, 0.95, effect=effect).effect_text == text
+
+
 def test_a_policy_has_curves_and_rollouts(tmp_path):
   study = _study(claims=())
   rollout = {'model': 'adapted', 'seed': 0, 'step': 100, 'prompt': 'a < b'}
