@@ -303,7 +303,8 @@ def _by_floors(
     return verdict, ['no floor']
   most = max(leads.values())
   if most < claim.smallest:
-    return verdicts.NOT_LEARNED, [f'ahead of the floor by at most {most:.3g}']
+    note = f'ahead of the floor by at most {most:.3g}'
+    return verdicts.NOT_LEARNED, [note if most else 'not ahead of the floor']
   behind = [x for x, ahead in leads.items() if ahead < claim.smallest]
   return verdict, [f'{x} has not learned' for x in behind]
 
