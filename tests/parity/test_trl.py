@@ -186,7 +186,8 @@ def _our_policy(kind, logits):
     for x in (logits, OLD, REFERENCE)
   ]
   importance = jnp.array(IMPORTANCE) if loss.truncate else weights
-  tokens = policy.Tokens(*log_probs, importance, weights)
+  entropy = jnp.zeros_like(weights)  # The loss does not read it.
+  tokens = policy.Tokens(*log_probs, importance, weights, entropy)
   losses = loss.completion_loss(jnp.array(ADVANTAGES), tokens)
   return losses.sum() / loss.divisors({'weights': weights})['mean']
 
