@@ -295,7 +295,6 @@ def gemma4_settings():
   )
 
 
-_PLACEHOLDERS = 'image_token_id', 'audio_token_id', 'video_token_id'
 CASES: Mapping[str, Case] = {
   'gemma': _decoder('Gemma', 'one key/value head', num_key_value_heads=1),
   'gemma2': _decoder('Gemma2', 'windows, both soft-caps', **GEMMA2),
@@ -344,8 +343,10 @@ CASES: Mapping[str, Case] = {
       },
       vision_config=dict(mm_embed_dim=16, mm_posemb_size=8, patch_size=4),
       audio_config=dict(audio_embed_dim=16),
-      # Their model reads these as padding, if generation writes one.
-      **dict.fromkeys(_PLACEHOLDERS, 0),
+      # Their model reads these as padding, and generation may write any token.
+      image_token_id=0,
+      audio_token_id=0,
+      video_token_id=0,
     ),
     'text of the 12B, with vision and audio parts',
   ),
